@@ -11,7 +11,7 @@ nothing is sampled. Pure Python, seeded: the same numbers everywhere. No chip wa
 - whole rollouts: `rollout.concurrent`. One rollout after another, each by one policy, at most k updates old.
 - carried over: `rollout.concurrent` with `rollout.carry_over` and `rollout.in_flight`. A row that ends is given to a
   prompt of a later rollout, new weights go in between two tokens, and a rollout is over when enough groups are whole;
-  the texts that go on are then run again, in which time nothing is sampled.
+  the texts that go on do so in their rows.
 - rows refilled: the same where no rollout ends: a group is trained on when it is whole, and dropped where it has become
   older than k updates. Not in Weft.
 """
@@ -30,7 +30,6 @@ TRAINED_PER_SECOND = CHIPS * 0.4 * 989e12 / (6 * 8e9)  # tokens
 PROMPTS, GROUP, PROMPT = 512, 8, 300  # groups of a rollout, completions of each, tokens of a prompt
 MEDIAN, SIGMA, MOST = 1_200, 1.0, 16_384  # tokens of a completion: lognormal, cut off
 HANDOVER = 2.0  # seconds
-RUN_PER_SECOND = 3 * TRAINED_PER_SECOND  # tokens of texts that go on
 
 
 @dataclass
@@ -164,9 +163,6 @@ def carried(updates: int, most_stale: int, seed: int = 0) -> Result:
       if not upcoming:
         upcoming.extend(lengths(rng))
       groups.append(Begun(upcoming.popleft()))
-    again = [PROMPT + group.sizes[i] - left for group in groups for i, left in group.left.items()
-             if left < group.sizes[i]]
-    chip.now += sum(again) / RUN_PER_SECOND
     chip.waiting.extend((left, (group, i), group.sizes[i] - left) for group in groups for i, left in group.left.items())
     chip.fill()
     whole = sum(not group.left for group in groups)

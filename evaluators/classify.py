@@ -1,11 +1,9 @@
 """Classification by scoring options: which of the possible answers the model finds likeliest, and is it right."""
 
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from evaluators import common, questions
 from evaluators.questions import Question
-from input_pipeline.batches import check_ids, empty_batch
+from input_pipeline.batches import check_ids
 from input_pipeline.examples.prompts import Prompter
-from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
-from trainer.errors import ConfigError, DataError
+from trainer.distributed.mesh import batch_sharding, check_batch, place
+from trainer.errors import ConfigError, DataError, one_of
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
 from trainer.generate.slots import MIN_LENGTH
@@ -44,8 +42,7 @@ class Classify:
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     self._name, self._setup, self._mean, self._with_end = name, setup, cfg.score == "mean", cfg.with_end
     options = tuple(map(str, cfg.options))
-    if cfg.score not in SCORES:
-      raise ConfigError(f"evals.{name}.score is {cfg.score!r}; allowed: {', '.join(SCORES)}.")
+    one_of(f"evals.{name}.score", cfg.score, SCORES)
     if bool(options) == (cfg.options_key is not None):
       raise ConfigError(f"evals.{name}: options={options} and options_key={cfg.options_key!r}; set one of them, to the "
                         "possible answers or to the column that lists them.")
@@ -82,16 +79,14 @@ class Classify:
     for begin in range(0, len(self._rows), self._batch_size):
       part = self._rows[begin:begin + self._batch_size]
       batch = self._batch(part)
-      placed = place_batch(lambda rows, batch=batch: {key: values[rows] for key, values in batch.items()},
-                           self._batch_size, self._sharding)
-      found = np.asarray(self._scores(params, placed), np.float64)
+      found = np.asarray(self._scores(params, place(batch, self._sharding)), np.float64)
       for (question, option, ids), (option_sum, end) in zip(part, found, strict=False):
         count = len(ids) - self._prefixes[question, option] + self._with_end
         scores[question][option] = (option_sum + end) / (count if self._mean else 1)
     rows = [self._row(number, some) for number, some in enumerate(scores)]
     values = dict(metrics(rows))
     if jax.process_index() == 0:
-      self._write(self._setup.workdir / "samples", step, rows, values)
+      self._write(step, rows, values)
     yield from values.items()
 
   def _batch(self, part: list[tuple[int, int, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -100,14 +95,10 @@ class Classify:
     prompts = [self._questions[number].prompt for number, _, _ in part]
     shown = [image_tokens.of_text(self._layout, ids, prompt.images, self._prefixes[number, option], prompt.where)
              for (number, option, ids), prompt in zip(part, prompts, strict=True)]
-    most = image_tokens.slots(max(len(some.images) for some in shown))
-    batch = empty_batch(self._batch_size, length, self._pad_id)
-    batch |= image_tokens.empty(self._layout, self._batch_size, length, most)
-    for row, ((number, option, ids), images) in enumerate(zip(part, shown, strict=True)):
-      size, prefix = len(ids), self._prefixes[number, option]
-      batch["tokens"][row, :size], batch["positions"][row, :size] = ids, np.arange(size)
-      batch["segment_ids"][row, :size], batch["loss_weights"][row, prefix:size] = 1, 1
-      image_tokens.put(self._layout, batch, images, row)
+    batch = image_tokens.batch_of_texts(self._layout, self._batch_size, length, self._pad_id,
+                                        [ids for _, _, ids in part], shown)
+    for row, (number, option, ids) in enumerate(part):
+      batch["loss_weights"][row, self._prefixes[number, option]:len(ids)] = 1
     return check_ids(batch, self._setup.model.vocab_size)
 
   def _row(self, number: int, scores: np.ndarray) -> dict[str, Any]:
@@ -118,23 +109,18 @@ class Classify:
             "taken": options[taken], "answer": options[right], "correct": taken == right,
             "nll": float(np.logaddexp.reduce(scores) - scores[right])}
 
-  def _write(self, folder: Path, step: int, rows: list[dict[str, Any]], values: dict[str, float]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{self._name}-{step}"
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+  def _write(self, step: int, rows: list[dict[str, Any]], values: dict[str, float]) -> None:
     notes = "\n".join([*(f"{key} {value:.4f}" for key, value in values.items()), "", *confusion(rows)])
     shown = "\n\n".join([notes, *(
         f"--- {row['where']}, {'right' if row['correct'] else 'wrong'}: {row['taken']!r}, the answer is "
         f"{row['answer']!r}\n{row['prompt']}" for row in rows[:SHOWN])])
-    (folder / f"{name}.txt").write_text(shown + "\n", encoding="utf-8")
     self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     cards = [
         pages.Card(row["where"], question.prompt.images,
                    [("prompt", row["prompt"]), ("taken", row["taken"]), ("answer", row["answer"])], row["correct"])
         for row, question in list(zip(rows, self._questions, strict=True))[:pages.MOST_CARDS]]
     page = pages.cards_page(f"{self._name}, step {step}", cards, len(rows), notes)
-    (folder / f"{name}.html").write_text(page, encoding="utf-8")
+    common.write_samples(self._setup.workdir / "samples" / f"{self._name}-{step}", rows, shown, page)
 
 
 def metrics(rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:

@@ -1,10 +1,8 @@
 """Generation scored against known answers: exact match or what a regex extracts, VQA accuracy, pass@k, and a table."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ from evaluators import common, questions, vqa
 from evaluators.questions import Question
 from input_pipeline.examples.answers import compile_pattern, extract, normalize
 from input_pipeline.examples.prompts import Prompter
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 from trainer.generate.completion import Completion
 from trainer.generate.sampler import Sampler
 from trainer.generate.sampling import Options
@@ -50,8 +48,7 @@ class Generate:
 
   def _check(self, name: str) -> None:
     self._options.check(f"evals.{name}.")
-    if self._match not in MATCHES:
-      raise ConfigError(f"evals.{name}.match is {self._match!r}; allowed: {', '.join(MATCHES)}.")
+    one_of(f"evals.{name}.match", self._match, MATCHES)
     if self._num_samples < 1 or self._new < 1:
       raise ConfigError(f"evals.{name}: found num_samples={self._num_samples}, max_new_tokens={self._new}; allowed: 1 "
                         "or more.")
@@ -73,7 +70,7 @@ class Generate:
           **({} if images is None else dict(images=images)))
       rows += [self._row(part[c.prompt], dataclasses.replace(c, prompt=c.prompt + begin)) for c in completions]
     if jax.process_index() == 0:
-      self._write(self._setup.workdir / "samples", step, rows)
+      self._write(step, rows)
     yield from metrics(rows, self._pass_at)
 
   def _row(self, question: Question, completion: Completion) -> dict[str, Any]:
@@ -94,20 +91,16 @@ class Generate:
             **columns(completion.finish_reason, completion.stop_reason), "tokens": len(completion.ids),
             "logprob": float(completion.logprobs.sum(dtype=np.float64))}
 
-  def _write(self, folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / f"{self._name}-{step}.jsonl").write_text(lines, encoding="utf-8")
+  def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
     marks = {True: "right", False: "wrong"}
     shown = "\n\n".join(
         f"--- {row['where']}, {ending(row)}, {marks[row['correct']]}: {row['extracted']!r}, the answer is "
         f"{row['answer']!r}\n{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])
-    (folder / f"{self._name}-{step}.txt").write_text(shown + "\n", encoding="utf-8")
     self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     notes = "\n".join(f"{name} {value:.4f}" for name, value in metrics(rows, self._pass_at))
     cards = list(map(self._card, rows[:pages.MOST_CARDS]))
     page = pages.cards_page(f"{self._name}, step {step}", cards, len(rows), notes)
-    (folder / f"{self._name}-{step}.html").write_text(page, encoding="utf-8")
+    common.write_samples(self._setup.workdir / "samples" / f"{self._name}-{step}", rows, shown, page)
 
   def _card(self, row: dict[str, Any]) -> pages.Card:
     answers = [row["answer"]] if isinstance(row["answer"], str) else row["answer"]

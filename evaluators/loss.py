@@ -12,11 +12,7 @@ import numpy as np
 from absl import logging
 
 from evaluators import common
-from input_pipeline import loader
-from input_pipeline.batches import check_ids
-from trainer import strategies
 from trainer.distributed import processes
-from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.strategies import logprobs, seq
 
@@ -36,15 +32,8 @@ class Loss:
   """
 
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
-    config = setup.config
-    sources, split = common.sources(name, cfg, config)
-    self._data = loader.make_eval_data(
-        config, setup.tokenizer, learns=strategies.learns(config), workdir=setup.workdir, sources=sources, split=split,
-        max_documents=cfg.max_documents, progress=jax.process_index() == 0)
-    self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
-    check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
-    self._sharding = batch_sharding(setup.mesh)
-    self._vocab_size = setup.model.vocab_size
+    self._examples = common.Examples(name, cfg, setup)
+    self._data = self._examples.data
     self._row_sums = jax.jit(_make_row_sums(setup.model))
     self._baselines = {}
     # None: not defined for these data, so that there are no bits per byte.
@@ -65,20 +54,15 @@ class Loss:
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
     sums = np.zeros((len(self._data.source_names), 3))
-    for index in range(self._data.num_batches(self._batch_size)):
-      batch = place_batch(lambda rows, index=index: self._rows(index, rows), self._batch_size, self._sharding)
+    for batch in self._examples:
       rows_Bx3, source_ids_B = processes.on_every_host((self._row_sums(params, batch), batch["source_ids"]))
-      real = source_ids_B >= 0
-      np.add.at(sums, source_ids_B[real], np.asarray(rows_Bx3, np.float64)[real])
+      common.add_by_source(sums, source_ids_B, rows_Bx3)
     yield from _values("", sums.sum(axis=0), self._all_bytes)
     if len(sums) > 1:
       for name, row in zip(self._data.source_names, sums, strict=True):
         yield from _values(f"/{name}", row, self._num_bytes[name])
     for key, bits in self._baselines.items():
       yield f"bits_per_byte_{key}", bits
-
-  def _rows(self, index: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return check_ids(self._data.batch(index, self._batch_size, rows), self._vocab_size)
 
 
 def _make_row_sums(model: Any):

@@ -7,11 +7,8 @@ import jax
 import numpy as np
 
 from evaluators import common
-from input_pipeline import loader
-from input_pipeline.batches import check_ids
 from trainer import strategies
 from trainer.distributed import processes
-from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.program import make_loss_fn, shares_prompts
@@ -41,17 +38,9 @@ class Preference:
                         f"{' or '.join(able)}; strategy.name is {config.strategy.name!r}.")
     self._needs_reference = strategies.needs_reference(config.strategy) and not strategies.precomputes(config.strategy)
     self._name = name
-    sources, split = common.sources(name, cfg, config)
-    self._data = loader.make_eval_data(
-        config, setup.tokenizer, learns=strategies.learns(config), workdir=setup.workdir, sources=sources, split=split,
-        max_documents=cfg.max_documents,
-        share_prompts=shares_prompts(config, setup.model, setup.mesh), progress=jax.process_index() == 0)
+    self._examples = common.Examples(name, cfg, setup, share_prompts=shares_prompts(config, setup.model, setup.mesh))
     if strategies.precomputes(config.strategy):
-      setup.datasets.append(self._data)
-    self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
-    check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
-    self._sharding = batch_sharding(setup.mesh)
-    self._vocab_size = setup.model.vocab_size
+      setup.datasets.append(self._examples.data)
     no_sums = strategy.no_sums(config.strategy) if strategy.no_sums else frozenset()
     loss_fn = make_loss_fn(setup.model, config.strategy)
     self._row_sums = jax.jit(_make_row_sums(loss_fn, config.strategy, no_sums))
@@ -60,22 +49,16 @@ class Preference:
     if self._needs_reference and reference is None:
       raise ValueError(f"evals.{self._name}: the strategy compares the policy with a reference, and none was given.")
     reference = reference if self._needs_reference else None
-    names = self._data.source_names
+    names = self._examples.data.source_names
     sums: dict[str, np.ndarray] = {}
-    for index in range(self._data.num_batches(self._batch_size)):
-      batch = place_batch(lambda rows, index=index: self._rows(index, rows), self._batch_size, self._sharding)
+    for batch in self._examples:
       found, source_ids_B = processes.on_every_host((self._row_sums(params, reference, batch), batch["source_ids"]))
-      real = source_ids_B >= 0
       for name, columns in found.items():
-        total = sums.setdefault(name, np.zeros((len(names), 2)))
-        np.add.at(total, source_ids_B[real], np.stack(columns, axis=1).astype(np.float64)[real])
+        common.add_by_source(sums.setdefault(name, np.zeros((len(names), 2))), source_ids_B, np.stack(columns, axis=1))
     yield from _values("", {name: total.sum(axis=0) for name, total in sums.items()})
     if len(names) > 1:
       for number, source in enumerate(names):
         yield from _values(f"/{source}", {name: total[number] for name, total in sums.items()})
-
-  def _rows(self, index: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return check_ids(self._data.batch(index, self._batch_size, rows), self._vocab_size)
 
 
 def _make_row_sums(loss_fn: Callable, cfg: Any, left_out: frozenset[str]):

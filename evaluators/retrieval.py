@@ -1,6 +1,5 @@
 """Retrieval on held-out pairs: each query looks for the texts that answer it among those of all queries."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,12 +7,9 @@ import jax
 import numpy as np
 
 from evaluators import common
-from input_pipeline import loader
-from input_pipeline.batches import check_ids
 from input_pipeline.examples.roles import NEGATIVE, POSITIVE, QUERY
 from trainer import strategies
 from trainer.distributed import processes
-from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.strategies import similarity
 
@@ -37,13 +33,7 @@ class Retrieval:
     if not cfg.recall_at or any(not isinstance(k, int) or k < 1 for k in cfg.recall_at):
       raise ConfigError(f"evals.{name}.recall_at is {tuple(cfg.recall_at)}; it must be numbers of 1 or more.")
     self._recall_at = tuple(cfg.recall_at)
-    sources, split = common.sources(name, cfg, config)
-    self._data = loader.make_eval_data(
-        config, setup.tokenizer, learns=strategies.learns(config), workdir=setup.workdir, sources=sources, split=split,
-        max_documents=cfg.max_documents, progress=jax.process_index() == 0)
-    self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
-    check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
-    self._sharding, self._vocab_size = batch_sharding(setup.mesh), setup.model.vocab_size
+    self._examples = common.Examples(name, cfg, setup)
     model, pooling = setup.model, config.strategy.pooling
 
     def embed(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -57,8 +47,7 @@ class Retrieval:
     queries: dict[bytes, np.ndarray] = {}
     texts: dict[bytes, np.ndarray] = {}
     answers: dict[bytes, set[bytes]] = {}
-    for index in range(self._data.num_batches(self._batch_size)):
-      batch = place_batch(functools.partial(self._rows, index), self._batch_size, self._sharding)
+    for batch in self._examples:
       asked = b""
       for vector, name, role in zip(*(part.reshape(-1, *part.shape[2:]) for part in processes.on_every_host(
           self._embed(params, batch))), strict=True):
@@ -73,9 +62,6 @@ class Retrieval:
     place = {key: number for number, key in enumerate(texts)}
     right = [np.array(sorted(place[text] for text in answers[query])) for query in queries]
     yield from metrics(np.stack([*queries.values()]), np.stack([*texts.values()]), right, self._recall_at)
-
-  def _rows(self, index: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return check_ids(self._data.batch(index, self._batch_size, rows), self._vocab_size)
 
 
 def metrics(queries_QxD: np.ndarray, texts_CxD: np.ndarray, answers: list[np.ndarray], recall_at: tuple[int, ...]

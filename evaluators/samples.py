@@ -1,6 +1,5 @@
 """Text samples: continuations of given prompts, written to samples/ and TensorBoard."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,11 +51,7 @@ class Samples:
         row["reference"] = self._row(ids, other)
     shown = "\n\n".join(map(_shown, rows))
     if jax.process_index() == 0:
-      folder = self._setup.workdir / "samples"
-      folder.mkdir(exist_ok=True)
-      (folder / f"{self._name}_{step:08d}.txt").write_text(shown + "\n", encoding="utf-8")
-      (folder / f"{self._name}_{step:08d}.jsonl").write_text(
-          "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+      common.write_samples(self._setup.workdir / "samples" / f"{self._name}_{step:08d}", rows, shown)
       self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     yield "new_tokens", sum(len(completion.ids) for completion in completions) / len(completions)
 

@@ -9,7 +9,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.files import BadTextError, Record
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError, one_of
 
 ON_BAD_ROW = ("error", "drop")
 # How many are told, after which a run that they stop looks no further.
@@ -28,8 +28,7 @@ class Policy(NamedTuple):
   def of(config: ConfigDict) -> "Policy":
     """That of a whole config. Raises ConfigError."""
     i = config.input
-    if i.on_bad_row not in ON_BAD_ROW:
-      raise ConfigError(f"input.on_bad_row is {i.on_bad_row!r}; allowed: {', '.join(ON_BAD_ROW)}.")
+    one_of("input.on_bad_row", i.on_bad_row, ON_BAD_ROW)
     return Policy(i.on_bad_row, i.max_bad_rows)
 
 

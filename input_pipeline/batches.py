@@ -16,7 +16,7 @@ from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, RowImages
 from input_pipeline.packing import Plan, make_plan
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 
 NORMALIZE = ("token", "sequence")
 # How many columns that nothing reads are named in the table at the start.
@@ -152,7 +152,8 @@ def image_layout(packed: Iterable["PackedSource"]) -> ImageLayout | None:
   """The arrays for images in batches of these sources; None: the model sees none."""
   packed = list(packed)
   row_images = packed[0].row_images
-  return None if row_images is None else row_images.layout(max(source.most_images for source in packed))
+  return None if row_images is None else row_images.layout(
+      max(source.most_images for source in packed), any(source.films for source in packed))
 
 
 def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
@@ -163,8 +164,7 @@ def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
   """
   texts, packing, over_long = learns_texts(config, learns), config.input.packing, config.input.over_long
   normalize = config.strategy.normalize if "normalize" in config.strategy else "token"
-  if normalize not in NORMALIZE:
-    raise ConfigError(f"strategy.normalize is {normalize!r}; allowed: {', '.join(NORMALIZE)}.")
+  one_of("strategy.normalize", normalize, NORMALIZE)
   if packing == "concat" and not texts:
     raise ConfigError(f"input.packing is 'concat', which would cut conversations anywhere; strategy "
                       f"{config.strategy.name!r} needs them whole. Use --config.input.packing=best_fit, or none.")
@@ -226,6 +226,7 @@ class PackedSource:
   def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None,
                advantages: bool = False, row_images: RowImages | None = None):
     self.row_images = row_images
+    self.films = 0 if tokens.images is None else tokens.images.films
     # The most images of a row, or tiles of them, in whatever epoch.
     self.most_images = 0 if tokens.images is None else plan.most(
         tokens.count_images if units is None else lambda doc, begin, end: units.count_images(tokens, doc))
@@ -299,7 +300,8 @@ class PackedSource:
         "prompt tokens shared": 0 if self.units is None else self.units.saved,
         "bytes": int(tokens.num_bytes.sum()),
         "tokens": s.tokens,
-        "images": 0 if tokens.images is None else len(tokens.images.ids),
+        "images": 0 if tokens.images is None else len(tokens.images.ids) - self.films,
+        "films": self.films,
         "rows": s.rows,
         "documents split": s.split,
         "padded %": 100 * s.padded,

@@ -335,5 +335,6 @@ def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSou
   if "image_bytes" in maps:
     fingerprint += f"-{meta['image_contents']}"  # they may lie beside the data, which the key is of
     parts = [maps.pop(f"image_{key}") for key in ("bytes", "offsets", "places", "ids", "tokens")]
-    images = SourceImages(*parts, maps.pop("image_squares", np.ones(len(parts[-1]), np.int64)))
+    images = SourceImages(*parts, maps.pop("image_squares", np.ones(len(parts[-1]), np.int64)),
+                          meta.get("films", 0))
   return TokenizedSource(name, **maps, fingerprint=fingerprint, folder=folder, images=images, **counts)

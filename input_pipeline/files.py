@@ -354,10 +354,7 @@ def _decompress(raw, path: Path):
     while chunk := read(CHUNK):
       yield chunk
     return
-  try:
-    import zstandard
-  except ImportError as e:
-    raise DataError(f"{path}: reading .zst files needs `pip install zstandard`.") from e
+  import zstandard
   frame = fed = None
   for chunk in _pieces(raw):
     while chunk:  # a file may be several frames in a row

@@ -10,7 +10,7 @@ import numpy as np
 
 from input_pipeline.cache import WEIGHTS_READ, TokenizedSource
 from input_pipeline.examples.roles import ABSENT, CHOSEN, EMBEDDED, MISMATCHED, REJECTED
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 
 OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
 # Of these, what documents with parts can have.
@@ -84,11 +84,8 @@ def fit(lengths: np.ndarray, seq_len: int, over_long: str, max_over_long: float,
     name: the source's, for messages.
 
   Raises:
-    ConfigError: an unknown policy.
     DataError: more documents are too long than may be.
   """
-  if over_long not in OVER_LONG:
-    raise ConfigError(f"input.over_long={over_long!r}; allowed: {', '.join(map(repr, OVER_LONG))}.")
   whole = Spans(lengths, None, None, len(lengths), int(lengths.sum()))
   long = lengths > seq_len
   count = int(np.count_nonzero(long))

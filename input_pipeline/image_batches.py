@@ -1,7 +1,7 @@
 """Images in batches: the arrays, and what is written into them.
 
 B rows, I images of a row at most (squares of them, where they are cut: `model.vision.split`), T places, N tokens of an
-image, S pixels of a side, P pieces of documents.
+image, S pixels of a side, F frames of a tile, P pieces of documents.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.chat.image_placeholders import preprocess_of, tokens_per_image
+from input_pipeline.chat.image_placeholders import preprocess_of, sampling_of, tokens_per_image
 from input_pipeline.fitting import Pieces, ragged
 from input_pipeline.images import tiles
 from input_pipeline.images.workers import Task, decode
@@ -26,7 +26,8 @@ class ImageLayout(NamedTuple):
   """Arrays of batches: I (0: no row has an image), S, N, and what sees what (`model.vision.attention`).
 
   With `tiles`, each of the I is a tile of an image, of one token; see models/tiles.py. With `named`, there are the
-  names of images: `image_names`, uint32 [B, T, 2], at each of its tokens 64 bits of the content of its file.
+  names of images: `image_names`, uint32 [B, T, 2], at each of its tokens 64 bits of the content of its file. `frames`:
+  F, more than 1 where a row may have a film.
   """
 
   most: int
@@ -35,17 +36,18 @@ class ImageLayout(NamedTuple):
   attention: str
   tiles: bool = False
   named: bool = False
+  frames: int = 1
 
   def empty(self, num_rows: int, seq_len: int) -> dict[str, np.ndarray]:
     """The arrays of a batch that are there besides those of texts, all 0."""
     arrays = {}
     if self.most:
-      arrays["images"] = np.zeros((num_rows, self.most, self.size, self.size, 3), np.uint8)
+      arrays["images"] = np.zeros((num_rows, self.most, self.size, self.size, 3 * self.frames), np.uint8)
       arrays["image_index"] = np.zeros((num_rows, seq_len), np.int32)
     if self.most and self.named:
       arrays["image_names"] = np.zeros((num_rows, seq_len, 2), np.uint32)
     if self.most and self.tiles:
-      arrays["image_grid"] = np.zeros((num_rows, self.most, 5), np.int32)
+      arrays["image_grid"] = np.zeros((num_rows, self.most, 6), np.int32)
     if self.attention == PREFIX or self.attention in OF_IMAGES and self.most:
       arrays["block_ids"] = np.zeros((num_rows, seq_len), np.int32)
     return arrays
@@ -68,7 +70,9 @@ class RowImages:
     self._embedded = embedded
     vision, options = config.model.vision, config.input.images
     self.each, self._attention, self._seed = tokens_per_image(vision), vision.attention, config.seed
-    self._token = vision.image_token
+    sampling = sampling_of(config)
+    self._tokens = [vision.image_token, *([] if sampling is None else [vision.video.token])]
+    self._frames = 1 if sampling is None else sampling.each
     self._workers, self._how = options.workers, preprocess_of(config, augment)
     if self._workers < 0:
       raise ConfigError(f"input.images.workers is {self._workers}; allowed: 0 (no processes) or more.")
@@ -86,9 +90,10 @@ class RowImages:
     """What decides the arrays of images."""
     return [*self._how, self.each, self._attention]
 
-  def layout(self, most: int) -> ImageLayout:
-    """That of batches with up to so many images in a row."""
-    return ImageLayout(most, self._how.size, self.each or 1, self._attention, self.tiles, self._embedded)
+  def layout(self, most: int, films: bool = False) -> ImageLayout:
+    """That of batches with up to so many images in a row. `films`: of which some are."""
+    return ImageLayout(most, self._how.size, self.each or 1, self._attention, self.tiles, self._embedded,
+                       self._frames if films else 1)
 
   def fill(self, batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces,
            flat: np.ndarray, epoch: int) -> None:
@@ -127,7 +132,7 @@ class RowImages:
     if self._embedded:
       names = [hashlib.blake2b(source.images.content(u), digest_size=8).digest() for u in use.tolist()]
       batch["image_names"].reshape(-1, 2)[places] = np.frombuffer(b"".join(names), "<u4").reshape(-1, 2)[image]
-    places = places[batch["tokens"].reshape(-1)[places] == self._token]  # between its squares an image has texts
+    places = places[np.isin(batch["tokens"].reshape(-1)[places], self._tokens)]  # between its squares it has texts
     count, each = source.images.squares[use], self.each or 1
     before = np.cumsum(count) - count
     first = before - before[np.arange(len(use)) - slot]  # its first square among those of the row
@@ -139,11 +144,13 @@ class RowImages:
     key = (self._seed, source.name, epoch)
     tasks = [Task(source.images.content(u), self._how, (*key, u), f"source {source.name!r}: image {u} of its cache")
              for u in use.tolist()]
-    for r, s, n, pixels in zip(where[row].tolist(), slot.tolist(), first.tolist(), decode(tasks, self._workers),
-                               strict=True):
+    for r, n, pixels in zip(where[row].tolist(), first.tolist(), decode(tasks, self._workers), strict=True):
       if self.tiles:
-        cut, grid = tiles.cut(pixels, self._how.size, s + 1)
-        batch["images"][r, n:n + len(cut)], batch["image_grid"][r, n:n + len(cut)] = cut, grid
+        number = 1 + (batch["image_grid"][r, n - 1, 0] if n else 0)
+        cut, grid = tiles.cut(pixels, self._how.size, number)
+        here = slice(n, n + len(cut))
+        batch["images"][r, here] = tiles.widened(cut, batch["images"].shape[-1])
+        batch["image_grid"][r, here] = grid
       else:
         squares = pixels.reshape(-1, *batch["images"].shape[2:])
         batch["images"][r, n:n + len(squares)] = squares

@@ -35,7 +35,6 @@ from trainer.errors import ConfigError
 __all__ = [
     "EvalData", "Prefetcher", "TrainData", "default_cache_dir", "make_eval_data", "make_train_data", "train_texts"]
 
-MIXTURE_BY = ("examples", "tokens")
 
 
 def used_sources(input_cfg: ConfigDict) -> list[str]:
@@ -88,8 +87,6 @@ def make_train_data(
   """
   i = cfg.input
   names = used_sources(i)
-  if i.mixture_by not in MIXTURE_BY:
-    raise ConfigError(f"input.mixture_by={i.mixture_by!r}; allowed: {', '.join(map(repr, MIXTURE_BY))}.")
   taken = steps_of_batches(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages, cfg.seq_len, past)
   steps, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   packed: list[Any] = []
@@ -280,24 +277,9 @@ class TrainData(PackedData):
     return np.concatenate([np.diff(source.tokens.offsets) for source in packed])
 
   def stats(self) -> list[dict[str, Any]]:
-    """One row a source for the start-up table; `format_stats` prints it."""
+    """One row a source for the start-up table (`trainer.telemetry.terminal.stats`)."""
     return stats_table(self._packed)
 
   def _rows_taken(self, step: int) -> int:
     rows = self.taken.rows_before(step)
     return rows if self.num_rows is None else min(rows, self.num_rows)
-
-
-def format_stats(table: list[dict[str, Any]]) -> str:
-  """A plain-text table of `stats()`."""
-
-  def show(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-  cells = [list(table[0]), *([show(value) for value in row.values()] for row in table)]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  # The first column, names, is aligned to the left and the numbers to the right.
-  return "\n".join(
-      "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-      for row in cells
-  )

@@ -19,7 +19,6 @@ SHARE_BITS = 30
 MAX_ROWS = 1 << 50
 # Beyond it, sums of weights would not be finite, or shares would lose their digits.
 MAX_WEIGHT = 1e15
-STOPS = ("first", "all", "never")
 
 
 class Node(NamedTuple):
@@ -88,8 +87,6 @@ class Mixture:
   """
 
   def __init__(self, starts: Sequence[int], weights: np.ndarray, rows: Sequence[int], stop: str, names: Sequence[str]):
-    if stop not in STOPS:
-      raise ConfigError(f"input.stop={stop!r}; allowed: {', '.join(map(repr, STOPS))}.")
     self._starts, self.rows, self.names = np.array(starts, np.int64), np.array(rows, np.int64), tuple(names)
     self._trees = [make_tree(w) for w in weights]
     bases = [np.zeros(len(names), np.int64)]

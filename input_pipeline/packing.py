@@ -75,11 +75,9 @@ def make_plan(
     spans: what is kept of the documents; None: as `fit` has it.
 
   Raises:
-    ConfigError: unknown packing, or rows of fewer than two tokens.
+    ConfigError: rows of fewer than two tokens.
     DataError: too many documents are too long, or nothing is left.
   """
-  if packing not in PLANS:
-    raise ConfigError(f"packing {packing!r}; allowed: {', '.join(map(repr, PACKINGS))}.")
   if seq_len < 2:
     raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens, one to predict from and one to predict.")
   if spans is None:

@@ -206,7 +206,7 @@ class PromptData:
     return {n: {"prompts": d, "epoch": d / s} for n, d, s in zip(self.source_names, draws, sizes, strict=True)}
 
   def stats(self) -> list[dict[str, Any]]:
-    """One row a source for the start-up table; `loader.format_stats` prints it."""
+    """One row a source for the start-up table (`trainer.telemetry.terminal.stats`)."""
     reasons = [why for why in (DUPLICATE, TOO_LONG, BAD_IMAGE, BAD_ROW)
                if any(source.dropped[why] for source in self._sources)]
     table = []

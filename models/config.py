@@ -301,6 +301,19 @@ def model() -> ConfigDict:
   v.attention = "causal"
   # The id of the token that holds an image feature's place.
   v.image_token = unset(int)
+  # Films, of towers that see them (docs/images.md). `token` holds the place of a film's feature; unset: none are read.
+  v.video = w = ConfigDict(dict(token=unset(int)))
+  # Of qwen2_5_vl: how many positions a second is, on the axis of time.
+  w.tokens_per_second = 0.0
+  # Which frames are taken: so many a second, or so many; all where neither is set. With fps at least min_frames, where
+  # there are as many, and at most max_frames.
+  w.fps = unset(float)
+  w.num_frames = unset(int)
+  w.min_frames = 4
+  w.max_frames = 768
+  # How many pixels a frame has, at least and at most; of qwen3_vl all frames together. They keep their shape.
+  w.min_pixels = 128 * 28 * 28
+  w.max_pixels = 28 * 28 * 768
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
   # path matches one of `targets` (the tower's begin with vision/, the table of tokens is embed/embedding); scale =
   # alpha / rank, or alpha / sqrt(rank) with `rslora`.

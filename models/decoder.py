@@ -105,9 +105,15 @@ class Decoder(nnx.Module):
         x_BxTxD = vlm.add(x_BxTxD, deep_LxBxFxD, index, batch["image_index"])
       return (x_BxTxD, None if cache is None else new, lent), (stats, new if remember else None)
 
+    def kind(place: int) -> Any:
+      """All that `layer` takes from its place."""
+      of_cache = None if before is None and cache is None else place
+      # Whose keys it uses follows: of its type, the last that has some.
+      return s.layer_type(place), s.parts_of(place), s.sparsity_of(place), place < s.first_layers, of_cache
+
     x_BxTxD = x_BxTxD if self.streams is None else self.streams.begin(x_BxTxD)
     (x_BxTxD, cache, _), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache, lent),
-                                                   own_LxBxTxP)
+                                                   own_LxBxTxP, kind)
     x_BxTxD = x_BxTxD if self.streams is None else self.streams.end(x_BxTxD)
     return self.final_norm(x_BxTxD), stats, new if cache is None else cache
 

@@ -38,8 +38,8 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
     trained_only: a regex of the parameters that alone are trained (adapters); None: all are.
     seq_len: tokens per row.
     document_length: mean tokens per document where several are packed in a row; default: seq_len.
-    images_per_row: images that the tower sees for each row, or tiles (counted as those of one image); how many that
-      is, the data decide.
+    images_per_row: images that the tower sees for each row, or tiles (counted as those of one image, as far as one, or
+      a frame of a film, may have them); how many that is, the data decide.
     tower_frozen: nothing in tower and projector is trained, so that they run forward only.
   """
   sizes = {path: p.size for path, p in params.items()}
@@ -113,7 +113,7 @@ def _per_image(spec: Spec, sizes: Mapping[str, int], frozen: bool, per_row: floa
   """Operations in tower and projector for one image, or one of a row's tiles."""
   v = spec.vision
   kernels = sum(n for path, n in sizes.items() if path.startswith("projector/") and path.endswith("/kernel"))
-  tower = vit_native.flops_per_tile(v, per_row) if v.native else vit.flops_per_image(v)
+  tower = vit_native.flops_per_tile(v, min(per_row, v.most_together)) if v.native else vit.flops_per_image(v)
   forward = tower + 2.0 * v.tokens_per_image * kernels
   if spec.lora is None:
     return forward * (1 if frozen else 3)

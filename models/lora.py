@@ -192,7 +192,7 @@ def merge(params: Mapping[str, Any], lora: Any) -> dict[str, Any]:
   DoRA its columns have their own lengths.
 
   Args:
-    params: nested dict; kernels not quantised (see `quantize.restore`).
+    params: nested dict; kernels not quantised.
     lora: `spec.lora`.
   """
   flat = tree.flatten(params)

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from models.activations import GATED, UNGATED
 from models.spec_checks import at_least_one, one_of
+from models.spec_video import KEYS as VIDEO_KEYS
+from models.spec_video import SAMPLING, Video, make_video
 from trainer.errors import ConfigError
 
 # The keys of `model.vision` that say what function is computed.
@@ -17,10 +19,11 @@ VISION_KEYS = tuple(f"vision.{key}" for key in (
     "norm_eps", "mean", "std", "feature_layer", "final_norm", "projector", "projector_activation", "projector_bias",
     "tokens_per_image", "feature_scale", "attention", "image_token", "window", "full_layers", "min_pixels",
     "max_pixels", "position_grid", "deepstack_layers", "longest_side", "split", "clipped", "standardized",
+    *(f"video.{key}" for key in (*VIDEO_KEYS, *SAMPLING)),
 ))
 # The base of rotary positions in Qwen's towers.
 THETA = 10_000.0
-# Frames that a patch of theirs has: of a film it would be two of them, of an image it is the same twice.
+# Frames that a patch of theirs has: of a film it is two of them, of an image it is the same twice.
 FRAMES = 2
 
 
@@ -100,22 +103,38 @@ class Vision:
   split: bool
   clipped: bool
   standardized: bool
+  video: Video | None
 
   def most_squares(self, seq_len: int) -> int:
     """Places of a batch's `images` that the largest image takes which a row has room for: 1, its tiles or squares."""
-    most = 1
-    if self.tower == "pixtral":
-      most = math.ceil(self.longest_side / self.image_size) ** 2
-    elif self.native:
-      most = self.max_pixels // self.image_size**2
-    elif self.split:
+    most = self.most_tiles if self.native else 1
+    if self.split:
       most = math.ceil(self.longest_side / self.image_size) ** 2 + 1
     return max(1, min(most, seq_len // self.tokens_per_image))
+
+  @property
+  def most_tiles(self) -> int:
+    """Tiles of the largest image, of a tower that sees tiles."""
+    if self.tower == "pixtral":
+      return math.ceil(self.longest_side / self.image_size) ** 2
+    return self.max_pixels // self.image_size**2
+
+  @property
+  def most_together(self) -> int:
+    """Tiles whose patches see one another: of the largest image, or of the largest frames of a film."""
+    if self.video is None:
+      return self.most_tiles
+    return max(self.most_tiles, self.video.largest_frame // self.image_size**2)
 
   @property
   def native(self) -> bool:
     """Whether images keep their sizes, and an "image" of a batch is a tile of one (models/vit_native.py)."""
     return self.tower in NATIVE
+
+  @property
+  def frames(self) -> int:
+    """Frames of a patch."""
+    return NATIVE[self.tower].frames if self.native else 1
 
   @property
   def merged(self) -> int:
@@ -189,7 +208,8 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
       **{key: c[key] for key in copied}, **activations, mean=mean, std=std,
       projector=one_of("vision.projector", c.projector, PROJECTORS), tokens_per_image=_tokens_per_image(c, reasons),
       attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers),
-      deepstack_layers=tuple(c.deepstack_layers), split=bool(c.split), clipped=c.clipped, standardized=c.standardized)
+      deepstack_layers=tuple(c.deepstack_layers), split=bool(c.split), clipped=c.clipped, standardized=c.standardized,
+      video=make_video(c.video, c.tower, c.image_token, c.image_size**2))
 
 
 def _check_native(c: ConfigDict, num_layers: int) -> None:

@@ -5,12 +5,14 @@
 B rows, N tiles of a row, S pixels of a tile's side, P patch size, M patches of a tile, D hidden size of the tower.
 
 They are a Transformer over the patches of all of a row's images, which lie end to end; a patch sees those of its own
-image, or of its window there. Rows and columns are told by rotary positions. Qwen2-VL has LayerNorm and a plain MLP,
-Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers. Qwen3-VL is as Qwen2-VL, and adds learned positions, a
-square table that is stretched over each image; features of some of its layers are given beside those of the last.
-Gemma 4's layers are as those of its text model: norms before and after, on queries, keys and values, a gated MLP. It
-has a learned position for each row and each column, and in some sizes linear layers that clip. Pixtral has RMSNorm,
-before the first layer, too, a gated MLP, and no biases; rows and columns share the frequencies of its rotary positions.
+image, or of its window there. A patch of Qwen's has two frames: of a film two in a row, of an image it is the same
+twice; it sees those of its own two frames. Rows and columns are told by rotary positions. Qwen2-VL has LayerNorm and a
+plain MLP, Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers. Qwen3-VL is as Qwen2-VL, and adds learned
+positions, a square table that is stretched over each image; features of some of its layers are given beside those of
+the last. Gemma 4's layers are as those of its text model: norms before and after, on queries, keys and values, a gated
+MLP. It has a learned position for each row and each column, and in some sizes linear layers that clip. Pixtral has
+RMSNorm, before the first layer, too, a gated MLP, and no biases; rows and columns share the frequencies of its rotary
+positions.
 """
 
 import dataclasses
@@ -56,21 +58,20 @@ class Tower(nnx.Module):
     self.blocks = stack_blocks(self.own, dataclasses.replace(scope / "blocks", clipped=v.clipped))
     self.vision, self.dtype = v, scope.compute_dtype
 
-  def __call__(self, images: jax.Array, grid_BxNx5: jax.Array, remat: Callable, key: jax.Array | None = None
+  def __call__(self, images: jax.Array, grid_BxNx6: jax.Array, remat: Callable, key: jax.Array | None = None
                ) -> tuple[jax.Array, list[jax.Array]]:
     """Features [B, N * M, D] of the patches, tile by tile, in the compute dtype: (of the last layer, and of those of
     `vision.deepstack_layers`).
 
     Args:
-      images: tiles [B, N, S, S, 3]; see `vit.pixels`.
-      grid_BxNx5: what tiles they are; see models/tiles.py.
+      images: tiles [B, N, S, S, 3 * F]; see `vit.pixels`.
+      grid_BxNx6: what tiles they are; see models/tiles.py.
       remat: a `remat_policy`.
       key: for dropout on the adapters' input; None: no dropout.
     """
-    v, B, frames = self.vision, len(images), self.native.frames
-    pixels = vit.patches(vit.pixels(images.reshape(-1, *images.shape[2:]), v), v.patch_size).astype(self.dtype)
-    x_BxPxD = self.patch_embed(jnp.tile(pixels, frames).reshape(B, -1, frames * pixels.shape[-1]))
-    at = tiles.patches_of(grid_BxNx5, v.merged, v.window)
+    v = self.vision
+    x_BxPxD = self.patch_embed(self._patches(images))
+    at = tiles.patches_of(grid_BxNx6, v.merged, v.window)
     if self.axis_embed is not None:
       columns, rows = self.axis_embed["embedding"][...]
       x_BxPxD = x_BxPxD + (read_table(columns, at.columns, x_BxPxD.dtype) + read_table(rows, at.rows, x_BxPxD.dtype))
@@ -86,7 +87,7 @@ class Tower(nnx.Module):
     def run(x_BxPxD: jax.Array, start: int, stop: int) -> jax.Array:
       def layer(place: int, x_BxPxD: jax.Array, block: Block, index: jax.Array):
         layer_key = None if key is None else jax.random.fold_in(key, start + index)
-        seen = jnp.where(jnp.asarray(full_L)[start + index], at.images, at.windows)
+        seen = jnp.where(jnp.asarray(full_L)[start + index], at.frames, at.windows)
         return block(x_BxPxD, LayerContext(TokenIds(seen, seen), table, key=layer_key))[0], None
 
       blocks = jax.tree.map(lambda p: p[start:stop], self.blocks)
@@ -98,6 +99,16 @@ class Tower(nnx.Module):
       deep.append(x_BxPxD)
     last = v.deepstack_layers[-1] + 1 if deep else 0
     return run(x_BxPxD, last, v.num_layers) if last < v.num_layers else x_BxPxD, deep
+
+  def _patches(self, images: jax.Array) -> jax.Array:
+    """[B, N * M, frames * P * P * 3]: what the tower's frames have of each patch, end to end; see `vit.patches`."""
+    B, N, S = images.shape[:3]
+    given = images.shape[-1] // 3
+    apart = images.reshape(B * N, S, S, given, 3).transpose(0, 3, 1, 2, 4).reshape(-1, S, S, 3)
+    pixels = vit.patches(vit.pixels(apart, self.vision), self.vision.patch_size).astype(self.dtype)
+    together = pixels.reshape(B * N, given, *pixels.shape[1:]).swapaxes(1, 2)
+    whole = jnp.tile(together.reshape(B * N, pixels.shape[1], -1), self.native.frames // given)
+    return whole.reshape(B, -1, whole.shape[-1])
 
 
 def _own_spec(spec: Spec) -> Spec:

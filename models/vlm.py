@@ -13,8 +13,8 @@ What a batch with images has besides `tokens`, `positions` and `segment_ids`:
                 sees whom
   prefix_length int32 [B] or a number: with the attention `prefix`, how many tokens of each text see one another; in
                 place of `block_ids`
-  image_grid    int32 [B, I, 5]: where a tower sees tiles, of which each is an "image" of one token here, see
-                models/tiles.py; `images` are then [B, I, S, S, 3] with S the side of a tile
+  image_grid    int32 [B, I, 6]: where a tower sees tiles, of which each is an "image" of one token here, see
+                models/tiles.py; `images` are then [B, I, S, S, 3 * F] with S the side of a tile, of F frames
 """
 
 import dataclasses
@@ -117,12 +117,12 @@ def make_tower(spec: Spec, scope: Scope) -> "vit.Tower | vit_native.Tower":
 
 
 def features(tower: "vit.Tower | vit_native.Tower", projector: Projector, images_BxIxSxSx3: jax.Array, remat: Callable,
-             key: jax.Array | None = None, grid_BxIx5: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+             key: jax.Array | None = None, grid_BxIx6: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
   """The features of each row's images [B, I * K, D], one image after another; and those that are added to what the
-  first layers give [layers, B, I * K, D], None: there are none. `grid_BxIx5`: of a tower of tiles."""
+  first layers give [layers, B, I * K, D], None: there are none. `grid_BxIx6`: of a tower of tiles."""
   B, D = len(images_BxIxSxSx3), projector.features
   if isinstance(tower, vit_native.Tower):
-    x_BxPxD, deep = tower(images_BxIxSxSx3, grid_BxIx5, remat, key)
+    x_BxPxD, deep = tower(images_BxIxSxSx3, grid_BxIx6, remat, key)
     return constrain(projector(x_BxPxD, key), "batch", None, "embed"), _deepstack(projector, deep, key)
   x_NxMxD = tower(images_BxIxSxSx3.reshape(-1, *images_BxIxSxSx3.shape[2:]), remat, key)
   return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", None, "embed"), None
@@ -193,6 +193,9 @@ def complete(batch: dict, vision: Vision | None) -> dict:
                        f"{len(batch['tokens'])} rows of the tokens")
     if index is None:
       batch["image_index"] = index = _index_of(batch, images.shape[1], vision)
+    if images.shape[-1] not in (3, 3 * vision.frames):
+      raise ValueError(f"images: found {images.shape[-1]} channels, allowed: 3" +
+                       (f", or {3 * vision.frames}, those of {vision.frames} frames" if vision.frames > 1 else ""))
     if vision.native:
       batch["axes"] = tiles.positions(_grid(batch), index, batch["segment_ids"])
   if blocks is None:
@@ -218,10 +221,10 @@ def _complete_text(batch: dict) -> dict:
 
 def _grid(batch: dict) -> jax.Array:
   grid, images = batch["image_grid"], batch["images"]
-  if grid is None or grid.shape != (*images.shape[:2], 5):
+  if grid is None or grid.shape != (*images.shape[:2], tiles.ENTRIES):
     found = "none" if grid is None else f"shape {grid.shape}"
-    raise ValueError(f"image_grid: found {found}, allowed for these images: shape {(*images.shape[:2], 5)}, what each "
-                     "of the tiles is (models/tiles.py)")
+    raise ValueError(f"image_grid: found {found}, allowed for these images: shape "
+                     f"{(*images.shape[:2], tiles.ENTRIES)}, what each of the tiles is (models/tiles.py)")
   return grid
 
 
@@ -231,7 +234,10 @@ def _index_of(batch: dict, images: int, vision: Vision) -> jax.Array:
     raise ValueError("the batch has images, but no image_index; without it model.vision.image_token must say which "
                      "tokens hold their places")
   tokens, K = batch["tokens"], vision.tokens_per_image
-  held_BxT = (tokens == vision.image_token) & (batch["segment_ids"] > 0)
+  held_BxT = tokens == vision.image_token
+  if vision.video is not None:
+    held_BxT |= tokens == vision.video.token
+  held_BxT &= batch["segment_ids"] > 0
   if not isinstance(held_BxT, jax.core.Tracer):
     for row, count in enumerate(held_BxT.sum(1).tolist()):
       if count % K or count > images * K:

@@ -1,23 +1,31 @@
 """Folders of tiny models that see images in their own sizes, and rows of images for them, that tests share."""
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 START, END, BEGIN, CLOSE, IMAGE, VIDEO = range(258, 264)
 # As the published folders write it: their order of markers, for parts and for strings.
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
-{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}\
-<|im_end|>
+{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' %}<|vision_start|>\
+<|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 # Patches of 4 pixels, 2 × 2 of them a token of 8 pixels; images of 3 to 12 tokens.
 PROCESSOR = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2, temporal_patch_size=2,
                  min_pixels=3 * 64, max_pixels=12 * 64, image_mean=[0.48145466, 0.4578275, 0.40821073],
                  image_std=[0.26862954, 0.26130258, 0.27577711])
+# Of films: frames of 2 to 6 tokens; in Qwen3-VL and 3.5 of 8 to 24 in all, of which two a second are taken.
+SIZE = dict(shortest_edge=2 * 64, longest_edge=6 * 64)
+FILMS = {key: value for key, value in PROCESSOR.items() if not key.startswith(("image_processor", "m"))} | dict(
+    merge_size=2, video_processor_type="Qwen2VLVideoProcessor", size=SIZE)
+FILMS_3 = FILMS | dict(video_processor_type="Qwen3VLVideoProcessor", image_mean=[0.5] * 3, image_std=[0.5] * 3,
+                       size={key: 4 * value for key, value in SIZE.items()}, fps=2, min_frames=2)
 TEXT = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu",
             rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]), max_position_embeddings=512)
@@ -122,9 +130,11 @@ line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_
 
 
 def folder(path: Path, name: str = "qwen2_5_vl", seed: int = 1) -> Path:
-  """A folder of a tiny random model, with a tokenizer of bytes, a chat template and an image processor."""
+  """A folder of a tiny random model, with a tokenizer of bytes, a chat template and processors of images and films."""
   own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
-  return _written(path, CONFIGS[name], dict(enumerate(TOKENS, START)), TEMPLATE, PROCESSOR | own, "<|im_end|>", seed)
+  _written(path, CONFIGS[name], dict(enumerate(TOKENS, START)), TEMPLATE, PROCESSOR | own, "<|im_end|>", seed)
+  (path / "video_preprocessor_config.json").write_text(json.dumps(FILMS_3 if own else FILMS))
+  return path
 
 
 def _written(path: Path, content: dict, tokens: dict[int, str], template: str, processor: dict, end: str,
@@ -168,6 +178,49 @@ def rows(path: Path, count: int = 12, seed: int = 0) -> Path:
     said = "red" if i % 2 else "blue"
     parts = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": "which color?"}]
     lines.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": said}]})
+  file = path / "rows.jsonl"
+  file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return file
+
+
+def film(count: int = 6, size: tuple[int, int] = (20, 30), red: bool = True, seed: int = 0) -> list[np.ndarray]:
+  """Frames, uint8 [H, W, 3]: a square that moves to the right, red or blue, on noise."""
+  frames = np.random.default_rng(seed).integers(0, 60, (count, *size, 3))
+  for i, frame in enumerate(frames):
+    at = i * (size[1] - 8) // count
+    frame[4:12, at:at + 8] += np.array([180 * red, 0, 180 * (not red)])
+  return list(frames.astype(np.uint8))
+
+
+def animated(frames: list[np.ndarray], seconds: float = 0.25) -> bytes:
+  """A lossless animated WebP of frames, each shown so long."""
+  file, (first, *others) = io.BytesIO(), map(Image.fromarray, frames)
+  first.save(file, "WEBP", save_all=True, append_images=others, duration=round(1000 * seconds), lossless=True)
+  return file.getvalue()
+
+
+def film_rows(path: Path, count: int = 8, seed: int = 0) -> Path:
+  """A JSONL file of conversations about a film, of which every other has an image, too: animated WebPs, and frames one
+  by one, which lie beside it."""
+  from input_pipeline.sources.made import png
+
+  rng, lines = np.random.default_rng(seed), []
+  path.mkdir(parents=True, exist_ok=True)
+  for i in range(count):
+    frames = film(int(rng.integers(4, 8)), tuple(rng.integers(16, 40, 2)), red=i % 2 == 0, seed=i)
+    if i % 3:
+      (path / f"{i}.webp").write_bytes(animated(frames))
+      shown = {"type": "video", "video": f"{i}.webp"}
+    else:
+      names = [f"{i}-{j}.png" for j in range(len(frames))]
+      for name, frame in zip(names, frames, strict=True):
+        (path / name).write_bytes(png(frame))
+      shown = {"type": "video", "video": names, "fps": 4}
+    (path / f"{i}.png").write_bytes(png(frames[0]))
+    beside = [{"type": "image", "image": f"{i}.png"}] if i % 2 else []
+    parts = [shown, *beside, {"type": "text", "text": "which color?"}]
+    lines.append({"messages": [{"role": "user", "content": parts},
+                               {"role": "assistant", "content": "blue" if i % 2 else "red"}]})
   file = path / "rows.jsonl"
   file.write_text("".join(json.dumps(line) + "\n" for line in lines))
   return file

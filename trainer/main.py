@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from evaluators import common as evaluators_lib
-from input_pipeline import loader, once
+from input_pipeline import once
 from input_pipeline.steps import Past
 from trainer import bases, position, report, strategies
 from trainer import callbacks as cb
@@ -41,7 +41,7 @@ from trainer.rollouts import options as rollout_options
 from trainer.run import Run
 from trainer.strategies import cached_teachers
 from trainer.strategies import reference as reference_lib
-from trainer.telemetry import diagnostics, events, loggers, spikes, throughput, writers
+from trainer.telemetry import diagnostics, events, loggers, spikes, terminal, throughput, writers
 from trainer.update import gradient_paths
 
 
@@ -82,7 +82,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   with processes.first_goes_first("tokenizer and token caches"):
     tokenizer, model, data = make_data(config, mesh, workdir, found)
   processes.check_same("the data", data.fingerprint)
-  say(loader.format_stats(data.stats()), *model_notes, *model.reasons)
+  say(terminal.stats(data.stats()), *model_notes, *model.reasons)
   export_to = hugging_face.export_folder(config, model, workdir)
 
   # ------------------------------------------------------------------ durations, optimizer, the step; no array yet

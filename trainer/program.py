@@ -336,6 +336,6 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
     if (routing := rollout_options.routing(config, model)) is not None:
       row["replayed_experts" if config.rollout.replay_experts else "sampled_experts"] = np.zeros(
           (1, config.seq_len, *routing), np.int16)
-  row |= image_tokens.empty(layout, 1, config.seq_len, planned_images(config, model))
+  row |= image_tokens.empty(layout, 1, config.seq_len, planned_images(config, model), layout.frames if layout else 1)
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
           for key, values in row.items()}

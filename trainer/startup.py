@@ -8,12 +8,17 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from absl import app, flags, logging
+
+from trainer.errors import ConfigError, DataError
+
+# Flags that are defined here are those of the command that asks for them, which shows them by --help.
+flags.disclaim_key_flags()
 
 # Compiled programs take no more room than this; those that have not been used for longest go first.
 CACHE_BYTES = 4 * 2**30
@@ -87,6 +92,25 @@ def run(command: ModuleType, uses_devices: bool = True, **options: Any) -> None:
   for flag in flags.FLAGS.get_key_flags_for_module(command):
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
   app.run(command.main, **options)
+
+
+def define_model_flags() -> None:
+  """The flags by which a command is told which model it is about (`trainer.generate.command.load`)."""
+  flags.DEFINE_string("workdir", None, "A run's folder.")
+  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
+  flags.DEFINE_string("hf", None, "A Hugging Face folder, in place of a run.")
+  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
+  flags.DEFINE_string("template", None, "Chat template in place of the model's: a name, or a .jinja file.")
+
+
+def run_given(argv: list[str], do: Callable[[Any], None], hint: str = "") -> None:
+  """`do(flags)`, of a command that compiles programs and takes no arguments but flags; `hint`: how these are written.
+  What a user can act on is one message."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}{hint and '; '}{hint}")
+  keep_compiled_programs()
+  with one_message(ConfigError, DataError, OSError):
+    do(flags.FLAGS)
 
 
 def set_environment(precision: Mapping[str, Any] | None = None, untimed: bool = False) -> None:

@@ -1,27 +1,27 @@
-"""Where images stand in texts: in rows, in messages, in tokens.
+"""Where images and films stand in texts, and in tokens.
 
-In a text an image is one character that no text has, IMAGE; in token ids it is a run of IMAGE_ID, which `finish` turns
-into the model's placeholder. So texts are cut, compared and tokenised with their images as without.
+In a text each is one character that no text has, IMAGE; in token ids it is a run of IMAGE_ID, which `finish` turns into
+the model's placeholder. So texts are cut, compared and tokenised with their images as without.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline.chat.image_parts import IMAGE, refuse_stand_in
+from input_pipeline.images import films
+from input_pipeline.images.films import TIMED, TOGETHER, Sampling
+from input_pipeline.images.formats import FORMATS, ImageError
 from input_pipeline.images.images import (
   FIT,
-  FORMATS,
   KEEP,
-  KEYS,
   LIMIT,
   SPLIT,
   EncodedImage,
-  ImageError,
   ImageRef,
   Preprocess,
   check_preprocess,
@@ -29,16 +29,12 @@ from input_pipeline.images.images import (
 )
 from input_pipeline.images.tiles import split_grid
 from input_pipeline.tokenizer.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 
-# A noncharacter of Unicode, not among those of `special_tokens`; and an id that no token has.
-IMAGE, IMAGE_ID = "\U0001fffe", -1
+# An id that no token has.
+IMAGE_ID = -1
 ON_ERROR, IMAGES_AT = ("error", "drop"), ("auto", "bos", "text")
 BAD_IMAGE = "a bad image"
-# Of parts of a message's content; and of those that are films, which are columns of rows, too.
-PART_TYPES = ("image", "image_url")
-FILMS = ("video", "videos", "video_url", "input_video")
-NO_FILMS = "a film, which is not read. Allowed: images and text. Give some of its frames as images, in their order."
 # What stands around an image's tokens in Gemma 3.
 GEMMA3 = ("<start_of_image>", "<end_of_image>")
 # And in the models of Qwen.
@@ -49,6 +45,8 @@ GEMMA4 = ("<|image>", "<image|>")
 PIXTRAL = ("[IMG_BREAK]", "[IMG_END]")
 # What towers ask for that see images in tiles.
 IN_TILES = {"qwen2_vl": KEEP, "qwen2_5_vl": KEEP, "qwen3_vl": KEEP, "gemma4": FIT, "pixtral": LIMIT}
+# How those of them see films that do.
+FILMS = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
 # And in SmolVLM: before each square of an image there are the first and the square's place, or the second.
 FAKE, WHOLE = SMOLVLM = ("<fake_token_around_image>", "<global-img>")
 
@@ -64,9 +62,11 @@ class ImageFormat:
     token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes, or each square of
       it; 0: as many as its size asks for.
     split: an image is cut into squares, with texts between the tokens of these.
-    between: there are texts between the tokens of an image: with `split`, or behind each row of tiles.
+    film_token: the placeholder's id of films.
+    films: which of a film's frames are taken; None: the model sees none.
+    between: there are texts between the tokens of an image: with `split`, or behind each row of tiles; or of a film.
     before, after: texts around these.
-    marker: what stands for an image in the texts of rows.
+    markers: what stands for an image in the texts of rows, and for a film.
     at_bos: the images of rows without a template stand before BOS.
     prefix_end: what stands between a prefix and its suffix.
     preprocess: how images become pixels, without augmentation.
@@ -79,14 +79,15 @@ class ImageFormat:
     vision, chat, options = config.model.vision, config.chat, config.input.images
     self.each, self.split, self.preprocess = tokens_per_image(vision), bool(vision.split), preprocess_of(config)
     self._tokenizer, self._between = tokenizer, {}
-    self.marker, self.prefix_end = chat.image_marker, chat.prefix_end
+    self.films, self.film_token, self._tower = sampling_of(config), vision.video.token, vision.tower
+    self.markers, self.prefix_end = (chat.image_marker, chat.video_marker), chat.prefix_end
     for key, value, allowed in (("input.images.on_error", options.on_error, ON_ERROR),
                                 ("chat.images_at", chat.images_at, IMAGES_AT)):
-      if value not in allowed:
-        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}.")
-    if not self.marker or options.max_pixels < 1:
-      raise ConfigError(f"chat.image_marker is {self.marker!r} and input.images.max_pixels {options.max_pixels}; the "
-                        "one must not be empty, the other must be at least 1.")
+      one_of(f"{key}", value, allowed)
+    if not all(self.markers) or self.markers[0] == self.markers[1] or options.max_pixels < 1:
+      raise ConfigError(f"chat.image_marker is {self.markers[0]!r}, chat.video_marker {self.markers[1]!r} and "
+                        f"input.images.max_pixels {options.max_pixels}; the first two must not be empty, nor the same, "
+                        "the other must be at least 1.")
     self.drops, self._max_pixels = options.on_error == "drop", options.max_pixels
     self._checked: dict[bytes, tuple[int, int]] = {}
     self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
@@ -98,7 +99,12 @@ class ImageFormat:
     if self.split:
       self._check_split(chat, specials if tokenizer else SMOLVLM)
       around = (FAKE, FAKE)
-    self.between = self.split or vision.tower == "pixtral" and all(token in specials for token in PIXTRAL)
+    timed = self.films is not None and self.films.kind == TIMED
+    if timed and tokenizer is not None and (missing := [token for token in QWEN if token not in specials]):
+      raise ConfigError(f"model.vision.video.token: the tokenizer has no special token {missing[0]}, which stands "
+                        "around frames of a film. Use the tokenizer of a Qwen3-VL, or leave the key unset.")
+    in_rows = vision.tower == "pixtral" and all(token in specials for token in PIXTRAL)
+    self.between, self._in_rows = self.split or in_rows or timed, in_rows
     self.before, self.after = (own if given is None else given for own, given in zip(
         around, (chat.image_before, chat.image_after), strict=True))
     self.token: int | None = vision.image_token
@@ -124,9 +130,10 @@ class ImageFormat:
     """What decides tokens and which images are kept."""
     how = self.preprocess
     sizes = [] if self.each else ["tiles", how.size, how.min_pixels, how.max_pixels, how.longest_side]
-    squares = ["split", how.size, how.longest_side] if self.between else []
-    return [self.token, self.each, self.before, self.after, self.marker, self.at_bos, self.prefix_end, self.drops,
-            self._max_pixels, FORMATS, "sizes", *sizes, *squares]
+    squares = ["split", how.size, how.longest_side] if self.split or self._in_rows else []
+    sampled = [] if self.films is None else ["films", self.film_token, self.markers[1], *self.films]
+    return [self.token, self.each, self.before, self.after, self.markers[0], self.at_bos, self.prefix_end, self.drops,
+            self._max_pixels, FORMATS, "sizes", *sizes, *squares, *sampled]
 
   def measure(self, width: int, height: int) -> tuple[int, tuple[int, int], int]:
     """`EncodedImage.tokens`, `grid` and `squares` of an image of that size. Raises ValueError: see `kept_size`."""
@@ -137,7 +144,7 @@ class ImageFormat:
     if self.each:
       return self.each, (0, 0), 1
     columns, rows = (side // how.size for side in how.kept_size(width, height))
-    return len(self._run((rows, columns))) if self.between else rows * columns, (rows, columns), rows * columns
+    return len(self._run((rows, columns))) if self._in_rows else rows * columns, (rows, columns), rows * columns
 
   def _run(self, grid: tuple[int, int]) -> np.ndarray:
     """The ids of an image that is cut so, int32 [n]: those of its squares, and of the texts before each, but for the
@@ -172,31 +179,67 @@ class ImageFormat:
       return BAD_IMAGE
 
   def read(self, refs: Iterable[ImageRef]) -> list[EncodedImage]:
-    """Some images. Raises ImageError: see `images.read`."""
-    return [read(ref, self._max_pixels, self._checked, self.measure) for ref in refs]
+    """Some images, and films. Raises ImageError: see `images.read`, `films.read`; DataError: it sees no films."""
+    return [self._film(ref) if ref.film else read(ref, self._max_pixels, self._checked, self.measure) for ref in refs]
 
-  def place(self, text: str, count: int) -> tuple[str, str]:
-    """(what stands before BOS, the text) of a text with `count` images, each of them IMAGE.
+  def check_films(self, where: str) -> Sampling:
+    """What is done with the film there. Raises DataError: the model sees none."""
+    if self.films is None:
+      why = ("the tower sees images alone" if self._tower not in FILMS else
+             "model.vision.video.token is not set, the id of the token that holds the places of one")
+      raise DataError(f"{where} is a film, which the model does not see (model.vision.tower is {self._tower!r}): "
+                      f"{why}. Films are for {', '.join(FILMS)}. Give some of its frames as images, in their order.")
+    return self.films
+
+  def _film(self, ref: ImageRef) -> EncodedImage:
+    film = films.read(ref, self.check_films(ref.where), self._max_pixels)
+    return film._replace(tokens=len(self._run_of_film(film)))
+
+  def _run_of_film(self, film: EncodedImage) -> np.ndarray:
+    """The ids of a film, int32 [n]: of its tiles; or of those of each place in time, behind a text that says when."""
+    held = np.full(math.prod(film.grid), self.film_token, np.int32)
+    if self.films.kind == TOGETHER:
+      return np.tile(held, len(film.seconds))
+    begin, end = QWEN
+    texts = [f"{begin}<{second:.1f} seconds>{begin}" for second in film.seconds]
+    found = self._tokenizer.encode_rendered_batch([*texts, end])  # each behind a special token
+    return np.concatenate([part for ids in found[:-1] for part in (ids[1:], held, found[-1])]).astype(np.int32)
+
+  def in_order(self, text: str, refs: Sequence[ImageRef]) -> Sequence[ImageRef]:
+    """The images and films of a text in the order in which they stand in it. Raises: see `place`."""
+    return refs if len({ref.film for ref in refs}) < 2 else self.place(text, refs)[2]
+
+  def place(self, text: str, refs: Sequence[ImageRef]) -> tuple[str, str, list[ImageRef]]:
+    """(what stands before BOS, the text, the images in their order) of a text with images, each of them IMAGE.
 
     Raises:
       DataError: another number of markers in it.
     """
     refuse_stand_in(text)
-    if not count:
-      return "", text
-    found = text.count(self.marker)
-    if found not in (0, count):
-      raise DataError(f"{count} image(s), but {found} × {self.marker!r} in the text. Have one for each image, or none "
-                      "for images before the text.")
+    if not refs:
+      return "", text, []
+    waiting, places = [], []
+    for film, marker in enumerate(self.markers):
+      own = [ref for ref in refs if ref.film == bool(film)]
+      at = [match.start() for match in re.finditer(re.escape(marker), text)] if own else []
+      if len(at) not in (0, len(own)):
+        raise DataError(f"{len(own)} {'film' if film else 'image'}(s), but {len(at)} × {marker!r} in the text. Have "
+                        "one for each, or none for those before the text.")
+      waiting += [] if at else own
+      places += [(start, marker, ref) for start, ref in zip(at, own, strict=False)]
+    places.sort(key=lambda place: place[0])
+    ordered = [*waiting, *(ref for *_, ref in places)]
     if not self.at_bos:
-      return "", text.replace(self.marker, IMAGE) if found else IMAGE * count + text
-    for _ in range(found):
+      for start, marker, _ in reversed(places):
+        text = text[:start] + IMAGE + text[start + len(marker):]
+      return "", IMAGE * len(waiting) + text, ordered
+    for _, marker, _ in places:
       text = text.lstrip()
-      if not text.startswith(self.marker):
-        raise DataError(f"{self.marker!r} stands within the text, but chat.images_at puts images before BOS. Take it "
+      if not text.startswith(marker):
+        raise DataError(f"{marker!r} stands within the text, but chat.images_at puts images before BOS. Take it "
                         "out, or set chat.images_at=text.")
-      text = text[len(self.marker):]
-    return IMAGE * count, text
+      text = text[len(marker):]
+    return IMAGE * len(ordered), text, ordered
 
   def finish(self, ids: np.ndarray, weights: np.ndarray, images: Sequence[EncodedImage]
              ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
@@ -211,10 +254,13 @@ class ImageFormat:
     places = (np.cumsum(repeats) - repeats)[held]
     whole = np.repeat(np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32), repeats)
     weights = np.repeat(weights, repeats)
-    for place, image in zip(places, images, strict=False) if self.between else ():
-      run = slice(place, place + image.tokens)
-      whole[run] = self._run(image.grid)
-      weights[run] *= whole[run] != self.token
+    for place, image in zip(places, images, strict=False):
+      run, token = slice(place, place + image.tokens), self.token
+      if image.seconds is not None:
+        whole[run], token = self._run_of_film(image), self.film_token
+      elif self.split or self._in_rows:
+        whole[run] = self._run(image.grid)
+      weights[run] *= whole[run] != token
     return whole, weights, tuple(places.tolist())
 
 
@@ -239,8 +285,10 @@ def tokens_per_image(vision: ConfigDict) -> int:
 
 
 def vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> int:
-  """Ids in documents are below it: the tokenizer's, or one more than the placeholder of images."""
-  return max(tokenizer.vocab_size, (config.model.vision.image_token or 0) + 1 if sees(config) else 0)
+  """Ids in documents are below it: the tokenizer's, or one more than the placeholders of images and films."""
+  vision = config.model.vision
+  held = (vision.image_token or 0, vision.video.token or 0)
+  return max(tokenizer.vocab_size, max(held) + 1 if sees(config) else 0)
 
 
 def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
@@ -266,123 +314,11 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
   return how if augment else how._replace(crop=1.0, flip=0.0, color=0.0)
 
 
-def refuse_stand_in(text: str, where: str = "") -> None:
-  """Raises DataError if a text has the character that stands for images here."""
-  if IMAGE in text:
-    raise DataError(f"{where}{': ' if where else ''}a text has U+1FFFE, a code point that Unicode keeps out of texts. "
-                    "Remove it.")
-
-
-def text_of(content: str | list[dict]) -> str:
-  """The text in a message's content, without its images."""
-  return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-
-
-def with_more(content: str | list[dict], more: str) -> str | list[dict]:
-  """A message's content with more text behind it."""
-  return f"{content.strip()}{more}" if isinstance(content, str) else [*content, {"type": "text", "text": more}]
-
-
-def column_refs(fields: Mapping[str, Any], one: str, several: str, where: str, folder) -> list[ImageRef]:
-  """The images in a row's columns of these names.
-
-  Raises:
-    DataError: both columns are there, or one with a film.
-  """
-  if film := next((key for key in FILMS if fields.get(key) is not None), None):
-    raise DataError(f"{where}: {film} is {NO_FILMS}")
-  given = [key for key in (one, several) if fields.get(key) is not None]
-  if len(given) == 2:
-    raise DataError(f"{where}: has both {one!r} and {several!r}. Keep one of them.")
-  if not given:
-    return []
-  value, key = fields[given[0]], given[0]
-  if not isinstance(value, (list, tuple)):
-    return [ImageRef(value, f"{where}: {key}", folder)]
-  return [ImageRef(v, f"{where}: {key}[{i}]", folder) for i, v in enumerate(value)]
-
-
-def content_parts(value: list, where: str) -> str | list[dict]:
-  """A content given in parts: joined, if all are text; else {"type": "text", …} and {"type": "image", …} alone, where
-  the latter has the image's value under "image" unless it is in a column.
-
-  Raises:
-    DataError: another kind of part.
-  """
-  parts: list[dict] = []
-  for i, part in enumerate(value):
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-      parts.append({"type": "text", "text": part["text"]})
-    elif kind in PART_TYPES:
-      found = {key: part[key] for key in KEYS if part.get(key) is not None}
-      parts.append({"type": "image", **({"image": found} if found else {})})
-    elif kind in FILMS:
-      raise DataError(f"{where}[{i}] is {NO_FILMS}")
-    else:
-      raise DataError(f"{where}[{i}] is {str(part)[:60]}; expected {{'type': 'text', 'text': …}} or "
-                      "{'type': 'image', …}.")
-  return parts if any(part["type"] == "image" for part in parts) else text_of(parts)
-
-
-def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder, marker: str
-           ) -> tuple[list[dict], tuple[ImageRef, ...]]:
-  """Messages in which each image is a part {"type": "image"}, and the images in the order of these.
-
-  Args:
-    messages: with contents as `content_parts` gives them.
-    refs: those in the row's columns, for parts without an image of their own; else for the markers in the texts; else
-      they stand before what the user says first.
-    where: names the row.
-    folder: see `ImageRef`.
-    marker: stands for an image in a text, if the columns have images.
-
-  Raises:
-    DataError: more or fewer images than places for them.
-  """
-  contents = [message.get("content", "") for message in messages]
-  for content in contents:
-    refuse_stand_in(text_of(content), where)
-  parts = [part for content in contents if isinstance(content, list) for part in content]
-  bare = sum(part["type"] == "image" and "image" not in part for part in parts)
-  marks = 0 if bare or not refs else sum(text_of(content).count(marker) for content in contents)
-  if refs and not bare and not marks:
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    contents[first] = [{"type": "image"}] * len(refs) + as_parts(contents[first])
-  elif (bare or marks) != len(refs):
-    places = f"{bare} parts of messages" if bare else f"{marks} × {marker!r} in its messages"
-    raise DataError(f"{where}: its columns have {len(refs)} image(s), for {places}. Have one for each.")
-  waiting, found, result = iter(refs), [], []
-  for i, (message, content) in enumerate(zip(messages, contents, strict=True)):
-    if marks and marker in text_of(content):
-      content = [piece for part in as_parts(content) for piece in _split(part, marker)]
-    for j, part in enumerate(content if isinstance(content, list) else ()):
-      if part["type"] == "image":
-        own = part.get("image")
-        found.append(next(waiting) if own is None else ImageRef(own, f"{where}: messages[{i}].content[{j}]", folder))
-    if isinstance(content, list):
-      content = [{"type": "image"} if part["type"] == "image" else part for part in content]
-      message = {**message, "content": content}
-    result.append(message)
-  return result, tuple(found)
-
-
-def as_parts(content: str | list[dict]) -> list[dict]:
-  """A message's content as parts."""
-  return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
-
-
-def _split(part: dict, marker: str) -> list[dict]:
-  """A part with each marker in its text as a part of its own."""
-  if part["type"] != "text":
-    return [part]
-  pieces: list[dict] = []
-  for i, text in enumerate(part["text"].split(marker)):
-    pieces += ([{"type": "image"}] if i else []) + ([{"type": "text", "text": text}] if text else [])
-  return pieces
-
-
-def parts_of(message: Mapping) -> list[Mapping]:
-  """The parts of a message; none if its content is a string."""
-  content = message.get("content")
-  return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+def sampling_of(config: ConfigDict) -> Sampling | None:
+  """Which frames of films the config's model takes; None: it sees none."""
+  vision = config.model.vision
+  v = vision.video
+  if v.token is None or vision.tower not in FILMS:
+    return None
+  return Sampling(FILMS[vision.tower], 2, vision.image_size, v.fps, v.num_frames, v.min_frames, v.max_frames,
+                  v.min_pixels, v.max_pixels, v.tokens_per_second)

@@ -15,7 +15,9 @@ Each row is recognised by itself. It may have images (`image`, `images`) if the 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from input_pipeline.chat.image_placeholders import ImageFormat, attach, column_refs, content_parts
+from input_pipeline.chat.image_parts import COLUMNS as IMAGE_COLUMNS
+from input_pipeline.chat.image_parts import attach, column_refs, columns_of, content_parts
+from input_pipeline.chat.image_placeholders import ImageFormat
 from input_pipeline.chat.plain import REASONING
 from input_pipeline.chat.tool_calls import CALLING, SPEAKERS, calls_of, found, from_json, joined, said_call
 from input_pipeline.files import shown_names
@@ -33,8 +35,9 @@ SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {
 }
 # Of models that see images: what stands between the two is `chat.prefix_end`.
 SHAPES_WITH_IMAGES = SHAPES | {"prefix/suffix": ("prefix", "suffix")}
-# What may stand beside the messages of a conversation, and the images of any row.
-BESIDE, IMAGES = ("system", "tools", "functions", "chat_template_kwargs"), ("image", "images")
+# What may stand beside the messages of a conversation, and the images and films of any row.
+BESIDE, IMAGES = ("system", "tools", "functions", "chat_template_kwargs"), (
+    *IMAGE_COLUMNS["image"], *IMAGE_COLUMNS["video"])
 # The columns of messages that may have ShareGPT's keys.
 WITH_FROM = ("conversations", "chosen", "rejected")
 WITH_HISTORY = "instruction/output with history"
@@ -43,7 +46,7 @@ COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output",
            "conversations", "text", "system", "tools", "functions", "chat_template_kwargs", "role", "content", "from",
            "value", "input_ids", "labels", "weights", "teacher_ids", "teacher_logprobs", "chosen", "rejected", "margin",
            "label", "prompts", "responses", "rewards", "masks", "logprobs", "query", "positive", "negative", "prefix",
-           "suffix", "image", "images")
+           "suffix", *IMAGES)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Variables of a template that a row may not set: they follow from the row, or are what functions call what they get.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "inert_tokens",
@@ -140,10 +143,14 @@ class ShapeReader:
     return self._messages(record, "messages")[0], self._tools(record), self._variables(record)
 
   def images_of(self, record: Record) -> tuple[ImageRef, ...]:
-    """The images in the row's columns. Raises DataError if the model sees none."""
+    """The images and films in the row's columns. Raises DataError if the model sees none."""
     if self._images is not None:
-      return tuple(column_refs(record.fields, self._name("image"), self._name("images"), record.where, record.folder))
-    if record.fields.get("images") or record.fields.get("image"):
+      refs = column_refs(record.fields, self._name, record.where, record.folder)
+      for ref in refs:
+        if ref.film:
+          self._images.check_films(ref.where)
+      return tuple(refs)
+    if any(record.fields[key] for key in columns_of(record.fields, str)):
       raise DataError(f"{record.where}: has images, which the model does not see. Set config.model.vision.tower, or "
                       "remove the column or such rows.")
     return ()
@@ -229,7 +236,7 @@ class ShapeReader:
     prompt = users[-1] + 1 if prompt is None else prompt
     refs = self.images_of(record) if images is None else images
     if self._images is not None:
-      messages, refs = attach(messages, refs, record.where, record.folder, self._images.marker)
+      messages, refs = attach(messages, refs, record.where, record.folder, self._images.markers)
     return Conversation(shape, messages, weights, prompt, self._tools(record), self._variables(record), refs)
 
   def _messages(self, record: Record, column: str) -> tuple[list[dict], list[float]]:
@@ -301,7 +308,7 @@ class ShapeReader:
     if not isinstance(value, list):
       raise DataError(f"{where} is {found(value)}; expected a string, or a list of parts with type 'text'.")
     if self._images is not None:
-      return content_parts(value, where)
+      return content_parts(value, where, self._images.check_films)
     texts = []
     for i, part in enumerate(value):
       if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

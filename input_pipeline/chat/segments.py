@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.chat.image_placeholders import IMAGE, IMAGE_ID, ImageFormat
+from input_pipeline.chat.image_parts import IMAGE
+from input_pipeline.chat.image_placeholders import IMAGE_ID, ImageFormat
 from input_pipeline.remarks import ACROSS, LITERAL, Remark
 from input_pipeline.tokenizer import special_tokens
 from input_pipeline.tokenizer.tokenizer import Placed, Tokenizer

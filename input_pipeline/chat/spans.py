@@ -16,7 +16,7 @@ from typing import NamedTuple
 from absl import logging
 
 from input_pipeline import once
-from input_pipeline.chat.image_placeholders import text_of
+from input_pipeline.chat.image_parts import text_of
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import REASONING, Conversation
 from input_pipeline.chat.segments import Segment

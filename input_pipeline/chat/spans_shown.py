@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from input_pipeline.chat.image_placeholders import text_of, with_more
+from input_pipeline.chat.image_parts import text_of, with_more
 from input_pipeline.chat.schema import REASONING, Conversation
 
 

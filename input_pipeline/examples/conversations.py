@@ -12,7 +12,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.builtin import find_template, no_template
-from input_pipeline.chat.image_placeholders import image_format, refuse_stand_in, text_of
+from input_pipeline.chat.image_parts import refuse_stand_in, text_of
+from input_pipeline.chat.image_placeholders import image_format
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder, Tokens
@@ -22,7 +23,7 @@ from input_pipeline.examples.base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.images.images import EncodedImage, ImageRef
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 
 # Raise when the same rows and options would give other tokens or weights.
 VERSION = 3
@@ -51,8 +52,8 @@ class ChatEncoder:
     self._chat, self._tokenizer = config.chat, tokenizer
     self._head = () if tokenizer is None else begins_with(config.tokenizer, tokenizer)
     self._add_eos = config.tokenizer.add_eos
-    _check_choice("train_on", self._chat.train_on, TRAIN_ON)
-    _check_choice("on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
+    one_of("chat.train_on", self._chat.train_on, TRAIN_ON)
+    one_of("chat.on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
     self._roles = _roles(self._chat)
     self.images = image_format(config, tokenizer)
     trains_all = trains_all and self.images is not None and not self._roles
@@ -102,7 +103,7 @@ class ChatEncoder:
     results: list[Encoded | str] = []
     for record in records:
       row = self._shapes.read(record)
-      images = self.load(row.images)
+      images = self.load(self._in_order(row, record.where))
       if isinstance(images, str):
         results.append(images)
         continue
@@ -122,7 +123,16 @@ class ChatEncoder:
                                  remarks=remarks)
     return results
 
-  def load(self, refs: tuple[ImageRef, ...]) -> list[EncodedImage] | str:
+  def _in_order(self, row: Conversation | Plain, where: str) -> Sequence[ImageRef]:
+    """The row's images as they stand in its text."""
+    if self.images is None or isinstance(row, Conversation):
+      return row.images
+    try:
+      return self.images.in_order(row.completion if row.prompt is None else row.prompt, row.images)
+    except DataError as e:
+      raise DataError(f"{where}: {e}") from e
+
+  def load(self, refs: Sequence[ImageRef]) -> list[EncodedImage] | str:
     """The images of a row, or why it is dropped. Raises ImageError: one of them cannot be used."""
     return self.images.load(refs) if refs else []
 
@@ -227,7 +237,7 @@ class ChatEncoder:
     eos = [Segment(names["eos_token"], rest=answer)] if self._add_eos else []
     prompt, completion, first = row.prompt or "", row.completion, ""
     if self.images is not None:
-      first, asked = self.images.place(completion if row.prompt is None else prompt, len(row.images))
+      first, asked, _ = self.images.place(completion if row.prompt is None else prompt, row.images)
       prompt, completion = ("", asked) if row.prompt is None else (asked, completion)
       refuse_stand_in(row.completion)
     # Both at once, as transformers and TRL tokenise them: cut, the second would begin like a text.
@@ -276,8 +286,3 @@ def fields_of(chat: ConfigDict) -> dict[str, str]:
       raise ConfigError(f"chat.fields: {ours!r} {reason}; names are {', '.join(COLUMNS)}, each with theirs behind it.")
     fields[ours] = theirs
   return fields
-
-
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-  if value not in allowed:
-    raise ConfigError(f"chat.{key} is {value!r}; allowed: {', '.join(allowed)}.")

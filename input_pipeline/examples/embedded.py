@@ -17,7 +17,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.builtin import find_template, no_template
-from input_pipeline.chat.image_placeholders import PART_TYPES, ImageFormat, attach, image_format
+from input_pipeline.chat.image_parts import IMAGE_KIND, PART_TYPES, attach
+from input_pipeline.chat.image_placeholders import ImageFormat, image_format
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import IMAGES, Conversation, Plain, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder
@@ -62,6 +63,9 @@ class TextReader:
     Raises:
       DataError: names the row, the column, and what was found.
     """
+    if any(ref.film for ref in shared):
+      raise DataError(f"{record.where}: has a film in a column of its own; here it belongs to a text: {{\"text\": …, "
+                      "\"video\": …}. Put it there.")
     places = [self._places(value) if shared else 0 for _, value in values]
     if shared and not any(places) and not _has_own(values[0][1]):
       places[0] = len(shared)
@@ -74,14 +78,15 @@ class TextReader:
 
   def _places(self, value: Any) -> int:
     """How many images a text waits for: its parts without an image of their own, else the markers in it."""
-    marker, fields = self._images.marker, {"text": value} if isinstance(value, str) else _fields(value) or {}
+    marker, fields = self._images.markers[0], {"text": value} if isinstance(value, str) else _fields(value) or {}
     if _has_own(value):
       return 0
     messages = fields.get("messages")
     contents = [fields.get("text"), *(message.get("content") for message in messages if isinstance(message, dict))] if (
         isinstance(messages, list)) else [fields.get("text")]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    bare = sum(part.get("type") in PART_TYPES and not any(part.get(key) is not None for key in KEYS) for part in parts)
+    of_images = [part for part in parts if PART_TYPES.get(str(part.get("type"))) == IMAGE_KIND]
+    bare = sum(not any(part.get(key) is not None for key in KEYS) for part in of_images)
     texts = [content for content in contents if isinstance(content, str)] + [
         part["text"] for part in parts if isinstance(part.get("text"), str)]
     return bare or sum(text.count(marker) for text in texts)
@@ -212,7 +217,7 @@ class TextTokens:
     said, refs = (text, ()) if isinstance(text, str) else (text.completion, text.images)
     messages = [{"role": "user", "content": said}]
     if refs and self._images is not None:
-      messages, refs = attach(messages, refs, "a text", None, self._images.marker)
+      messages, refs = attach(messages, refs, "a text", None, self._images.markers)
     return Conversation("messages", messages, [1.0], 1, images=refs)
 
   def encode(self, texts: Sequence[Text]) -> list[Embedded | str]:
@@ -253,7 +258,10 @@ class TextTokens:
     found: list[Embedded | str] = []
     for text, some in zip(texts, pieces, strict=True):
       ids = [next(tokens).ids for _ in some]
-      images = self._images.load(text.images) if text.images and self._images is not None else []
+      images: list[EncodedImage] | str = []
+      if text.images and self._images is not None:
+        refs = self._images.in_order(text.completion, text.images) if isinstance(text, Plain) else text.images
+        images = self._images.load(refs)
       found.append(images if isinstance(images, str) else self._whole(text, ids, images))
     return found
 
@@ -278,7 +286,7 @@ class TextTokens:
   def _around_head(self, text: Plain) -> list[Segment]:
     """What stands before the ids that begin each text, if anything, and behind them."""
     assert self._images is not None
-    before, placed = self._images.place(text.completion, len(text.images))
+    before, placed, _ = self._images.place(text.completion, text.images)
     return [*([Segment(before)] if before else []), self._encoder.ordinary((text.prompt or "") + placed)]
 
   def _whole(self, text: Plain | Conversation, pieces: list[np.ndarray], images: list[EncodedImage]) -> Embedded:

@@ -7,12 +7,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.builtin import no_template
-from input_pipeline.chat.image_placeholders import IMAGE, attach, content_parts, parts_of, text_of
+from input_pipeline.chat.image_parts import IMAGE, KINDS, attach, columns_of, content_parts, parts_of, text_of
 from input_pipeline.chat.schema import BESIDE, Conversation, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder
 from input_pipeline.examples.conversations import ChatEncoder, fields_of
 from input_pipeline.files import shown_names
-from input_pipeline.images.images import ImageRef, Images
+from input_pipeline.images.film_file import is_film
+from input_pipeline.images.images import EncodedImage, ImageRef, Images
 from input_pipeline.remarks import Remark
 from input_pipeline.sources.readers import Record
 from input_pipeline.sources.sources import utf8
@@ -108,7 +109,7 @@ class PromptReader(ShapeReader):
     return self._images is not None and key == self._name("prefix")
 
   def _image_columns(self, record: Record) -> list[str]:
-    return [self._name(key) for key in ("image", "images") if self._images is not None and self._has(record, key)]
+    return [] if self._images is None else columns_of(record.fields, self._name)
 
   def _no_prompt(self, record: Record, key: str, value: Any) -> DataError:
     if key not in record.fields:
@@ -172,10 +173,11 @@ class Prompter:
       DataError: it has no tokens; ImageError: an image cannot be used.
     """
     utf8(text, where)
-    refs, first, placed = self._refs(images, where), "", text
+    refs: Sequence[ImageRef] = self._refs(images, where)
+    first, placed = "", text
     if refs:
       try:
-        first, placed = self._images.place(text, len(refs))
+        first, placed, refs = self._images.place(text, refs)
       except DataError as e:
         raise DataError(f"{where}: {e}") from e
     head = self._head
@@ -189,7 +191,8 @@ class Prompter:
     """A conversation that the assistant is to go on with; special tokens only where the template writes them.
 
     Args:
-      messages: a content is a string or a list of parts, {"type": "text", "text": …} or {"type": "image", "image": …}.
+      messages: a content is a string or a list of parts, {"type": "text", "text": …}, {"type": "image", "image": …}
+        or {"type": "video", "video": …}.
       tools, **variables: of the template.
       where: for error messages.
       images: those of parts without an image of their own, or of markers in the texts; see `text`.
@@ -223,18 +226,20 @@ class Prompter:
     """See `attach`; unchanged where the model sees no images."""
     if self._images is None:
       return [dict(m) for m in messages], refs
-    parts = [{**m, "content": content_parts(m["content"], f"{where}: messages[{i}].content")}
+    parts = [{**m, "content": content_parts(
+        m["content"], f"{where}: messages[{i}].content", self._images.check_films)}
              if isinstance(m.get("content"), list) else dict(m) for i, m in enumerate(messages)]
-    return attach(parts, refs, where, None, self._images.marker)
+    return attach(parts, refs, where, None, self._images.markers)
 
   def _refs(self, images: Iterable[Any], where: str) -> tuple[ImageRef, ...]:
-    refs = tuple(image if isinstance(image, ImageRef) else ImageRef(image, f"{where}: image {i}")
+    refs = tuple(image if isinstance(image, ImageRef) else ImageRef(
+        image, f"{where}: image {i}", film=isinstance(image, bytes) and is_film(image))
                  for i, image in enumerate(images))
     if refs and self._images is None:
       raise ConfigError(f"{where} has images, but the model sees none (model.vision.tower is 'none').")
     return refs
 
-  def _prompt(self, segments: list[Segment], text: str, refs: tuple[ImageRef, ...], where: str) -> Prompt:
+  def _prompt(self, segments: list[Segment], text: str, refs: Sequence[ImageRef], where: str) -> Prompt:
     ((ids, weights, remarks),) = self._encoder.tokenize([segments], [where])
     if not len(ids):
       raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
@@ -244,7 +249,13 @@ class Prompter:
     loaded = self._images.read(refs)
     ids, _, places = self._images.finish(ids, weights, loaded)
     shown = Images(loaded, self._images.preprocess)
-    return prompt._replace(ids=ids, text=text.replace(IMAGE, self._images.marker), images=shown, image_places=places)
+    return prompt._replace(ids=ids, text=self._shown(text, loaded), images=shown, image_places=places)
+
+  def _shown(self, text: str, images: Sequence[EncodedImage]) -> str:
+    """A text for people, with the marker of each image or film in its place."""
+    for image in images:
+      text = text.replace(IMAGE, self._images.markers[image.seconds is not None], 1)
+    return text
 
   def answered(self, prompt: Prompt, answer: str) -> tuple[np.ndarray, int]:
     """(ids of a prompt with a text behind it, int32 [n]; how many of them are the prompt's).
@@ -334,7 +345,7 @@ class Prompter:
     if not said or said[-1] == 0:
       raise DataError(f"{record.where}: the assistant answers nothing, so that there is no answer to compare with.")
     before = row.messages[:said[-1]]
-    images = row.images[:sum(part["type"] == "image" for message in before for part in parts_of(message))]
+    images = row.images[:sum(part["type"] in KINDS for message in before for part in parts_of(message))]
     prompt = self.messages(before, row.tools, record.where, images, **row.variables)
     return prompt._replace(answer=text_of(row.messages[said[-1]]["content"]))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from input_pipeline.chat.image_parts import columns_of
 from input_pipeline.chat.image_placeholders import sees
 from input_pipeline.examples.base import NOT_TRAINED, NOTHING_TO_TRAIN, Encoded, Encoder
 from input_pipeline.examples.conversations import ChatEncoder, fields_of
@@ -126,7 +127,7 @@ class TokenizedEncoder:
     return frozenset({"attention_mask", *map(self._name, ("input_ids", "labels", "weights", *taught))})
 
   def _encode(self, record: Record) -> Encoded | str:
-    if self._images and any(record.fields.get(self._name(key)) is not None for key in ("image", "images")):
+    if self._images and columns_of(record.fields, self._name):
       raise DataError(f"{record.where}: has tokens ({self._name('input_ids')}) and images. Give the text in place of "
                       "the tokens, so that the places of the images are known.")
     if self._top_k and not self.knows(record):

@@ -13,7 +13,7 @@ import math
 import re
 from typing import NamedTuple
 
-from input_pipeline.chat.image_placeholders import text_of
+from input_pipeline.chat.image_parts import text_of
 from input_pipeline.chat.schema import Conversation, Plain, ShapeReader
 from input_pipeline.files import shown_names
 from input_pipeline.sources.readers import Record

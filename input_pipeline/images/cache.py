@@ -25,7 +25,7 @@ class SourceImages(NamedTuple):
   """The images of a tokenised source: use u is image ids[u], in place of the tokens[u] tokens from places[u] on, and
   squares[u] squares.
 
-  `data` is uint8; image i is the file with the content data[offsets[i]:offsets[i + 1]].
+  `data` is uint8; image i is the file with the content data[offsets[i]:offsets[i + 1]]. `films`: how many are.
   """
 
   data: np.ndarray
@@ -34,6 +34,7 @@ class SourceImages(NamedTuple):
   ids: np.ndarray
   tokens: np.ndarray
   squares: np.ndarray
+  films: int = 0
 
   def content(self, use: int) -> bytes:
     image = int(self.ids[use])
@@ -65,7 +66,7 @@ class ImageWriter:
     self._contents = hashlib.blake2b(digest_size=8)
     self._known: dict[bytes, int] = {}
     self._files: dict[str, list[int]] = {}
-    self._size = self._uses = 0
+    self._size = self._uses = self._films = 0
 
   def write(self, documents: list[Encoded], starts: np.ndarray) -> None:
     for document, start in zip(documents, starts.tolist(), strict=True):
@@ -77,18 +78,18 @@ class ImageWriter:
         self._write("image_tokens", np.array([image.tokens], "<i8"))
         self._write("image_squares", np.array([image.squares], "<i8"))
         self._uses += 1
+        self._films += image.seconds is not None
 
   def finish(self, folder: Path) -> dict[str, int | str]:
     """What meta.json says of them."""
     if not self._uses:
       return {}
     (folder / "files.json").write_text(json.dumps(self._files), "utf-8")
-    return {"images": len(self._known), "image_uses": self._uses, "image_squares": True, "image_bytes": self._size,
-            "image_contents": self._contents.hexdigest()}
+    return {"images": len(self._known), "image_uses": self._uses, "image_squares": True, "films": self._films,
+            "image_bytes": self._size, "image_contents": self._contents.hexdigest()}
 
   def _number(self, image: EncodedImage) -> int:
-    if image.file is not None:
-      file = image.file.resolve()
+    for file in (file.resolve() for file in image.files):
       self._files[str(file)] = _size_and_time(file)
     key = hashlib.blake2b(image.data, digest_size=16).digest()
     self._contents.update(key)

@@ -11,40 +11,22 @@ S pixels of a side.
 import base64
 import binascii
 import hashlib
-import io
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, PpmImagePlugin, TiffImagePlugin, features
+from PIL import ExifTags, Image
 
 from input_pipeline.files import shown_names
-from input_pipeline.images import augment
+from input_pipeline.images import augment, film_file
+from input_pipeline.images.formats import ImageError, begins_as_image, decoded, opened
 from input_pipeline.images.tiles import fitted_size, kept_size, limited_size, longest_size, squares
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError
 
-
-def _has(library: str) -> bool:
-  """Whether Pillow was built with it."""
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # a Pillow that has never heard of it
-    return bool(features.check(library))
-
-
-# Formats that are read; others (Postscript and so on) would start programs. Some builds of Pillow lack the last two.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM",
-           *(name for name, library in (("JPEG2000", "jpg_2000"), ("AVIF", "avif")) if _has(library)))
-# How files of these formats begin; an AVIF's first four bytes are a length.
-MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6",
-         b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
-AVIF = (b"ftypavif", b"ftypavis")
-# Modes with at most 8 bits a channel. A file of one of them may have more, which Pillow makes 8 of: see `_bits`.
-MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 RESIZES = ("squash", "pad", "crop")
 # What is done where the tower sees images in tiles (models/tiles.py), with Gemma 4's and with Pixtral's; and where it
 # sees the squares that an image is cut into, and then all of it in one (`model.vision.split`).
@@ -56,28 +38,30 @@ MAX_BYTES = 1 << 30  # larger files are no images that anyone trains on
 KEYS = ("bytes", "path", "image", "url", "base64", "image_url", "data")
 
 
-class ImageError(DataError):
-  """An image that cannot be used; `input.images.on_error` says what then."""
-
-
 class ImageRef(NamedTuple):
   """An image as a row has it: `value` (bytes, a path, base64, a data URL, or an object with one of these), `where` for
-  messages, and the folder that relative paths start from."""
+  messages, and the folder that relative paths start from. `film`: it is a film, see films.py."""
 
   value: Any
   where: str
   folder: Path | None = None
+  film: bool = False
 
 
 class EncodedImage(NamedTuple):
-  """The content of an image file, the file if it lies beside the data and not in them, how many tokens it has, its rows
-  and columns of tiles or squares; (0, 0): it is one; and how many of these there are, that with all of it, too."""
+  """The content of an image file, the files that lie beside the data and not in them, how many tokens it has, its rows
+  and columns of tiles or squares; (0, 0): it is one; and how many of these there are, that with all of it, too.
+
+  Of a film, `data` are those of film_file.py, rows and columns those of a frame, and `seconds` when those of each tile
+  are seen; None: it is an image.
+  """
 
   data: bytes
-  file: Path | None = None
+  files: tuple[Path, ...] = ()
   tokens: int = 0
   grid: tuple[int, int] = (0, 0)
   squares: int = 1
+  seconds: tuple[float, ...] | None = None
 
 
 class Preprocess(NamedTuple):
@@ -133,29 +117,30 @@ def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] |
     ImageError: it is missing, no image, damaged, of a kind that is not read, or too large, or `measure` has raised
       ValueError; names the row and column.
   """
-  data, file = _content(ref, ref.value)
+  data, file = content_of(ref, ref.value)
   checked, name = {} if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
   where = _named(ref.where, file)
   if name not in checked:
-    with _opened(data, where, max_pixels, show_bytes=file is None) as image:
+    with opened(data, where, max_pixels, show_bytes=file is None) as image:
       stored = image.size
-      upright = _decode(image, where, fast=True).size
+      upright = decoded(image, where, fast=True).size
       # Of a JPEG that came out smaller, which way up it is has to be asked for.
       turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
       drafted = upright not in (stored, stored[::-1])
       checked[name] = (stored[::-1] if turned else stored) if drafted else upright
   try:
-    return EncodedImage(data, file, *(() if measure is None else measure(*checked[name])))
+    return EncodedImage(data, () if file is None else (file,), *(() if measure is None else measure(*checked[name])))
   except ValueError as e:
     raise ImageError(f"{where}: {e}") from e
 
 
-def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image") -> np.ndarray:
+def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image"
+              ) -> film_file.Shown:
   """An image's pixels, uint8 [S, S, 3], with `keep` and its like in multiples of S, with `split` [K, S, S, 3]: red,
-  green, blue, upright, with white behind what is transparent.
+  green, blue, upright, with white behind what is transparent. A film has its frames as they were read.
 
   Args:
-    data: content of an image file.
+    data: content of an image file, or of a film.
     how: see `Preprocess`.
     key: decides what augmentation draws; None: nothing is augmented.
     where: for messages.
@@ -163,8 +148,10 @@ def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = No
   Raises:
     ImageError: it is no image that is read here.
   """
-  with _opened(data, where, None) as image:
-    return shape_pixels(_decode(image, where), how, key)
+  if film_file.is_film(data):
+    return film_file.unpacked(data)
+  with opened(data, where, None) as image:
+    return shape_pixels(decoded(image, where), how, key)
 
 
 def shape_pixels(image: Image.Image, how: Preprocess, key: Sequence[int | str] | None = None) -> np.ndarray:
@@ -211,7 +198,7 @@ class Images(Sequence):
     return hash((self.encoded, self._how))
 
 
-def _content(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
+def content_of(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
   """The bytes that `value` stands for, and the file that they are in, if they are."""
   if isinstance(value, (bytes, bytearray, memoryview)):
     return bytes(value), None
@@ -220,7 +207,7 @@ def _content(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
     if not given:
       raise ImageError(f"{ref.where} is an object with {shown_names(value, 'nothing')}; expected one of "
                        f"{', '.join(KEYS)}.")
-    return _content(ref, value[given[0]])
+    return content_of(ref, value[given[0]])
   if isinstance(value, Path):
     return _file(ref, value)
   if not isinstance(value, str) or not value:
@@ -249,15 +236,11 @@ def _from_base64(ref: ImageRef, text: str) -> bytes:
 def _magic_base64(text: str) -> bytes | None:
   """The bytes, if `text` is base64 of something that begins as an image does."""
   try:
-    if not _begins_as_image(base64.b64decode(text[:16], validate=True)):
+    if not begins_as_image(base64.b64decode(text[:16], validate=True)):
       return None
     return base64.b64decode("".join(text.split()), validate=True)
   except (binascii.Error, ValueError):
     return None
-
-
-def _begins_as_image(data: bytes) -> bool:
-  return data.startswith(MAGIC) or data[4:12] in AVIF
 
 
 def _file(ref: ImageRef, path: Path) -> tuple[bytes, Path]:
@@ -278,80 +261,6 @@ def _file(ref: ImageRef, path: Path) -> tuple[bytes, Path]:
 
 def _named(where: str, file: Path | None) -> str:
   return where if file is None else f"{where} ({file})"
-
-
-def _opened(data: bytes, where: str, max_pixels: int | None, show_bytes: bool = True) -> Image.Image:
-  """The image, of which only the head is read yet. `show_bytes`: messages may show how the data begin. Not those of a
-  file that a row names, which may be any."""
-  try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is the limit here
-      image = Image.open(io.BytesIO(data), formats=FORMATS)
-      bits = _bits(image, data)
-  except Image.DecompressionBombError as e:
-    raise ImageError(f"{where}: a decompression bomb: {e}") from e
-  except Exception as e:  # Pillow raises many kinds, those of struct and zlib among them
-    known = _begins_as_image(data)
-    kind = ("a damaged or truncated image, or of a kind that Pillow does not read" if known else
-            f"no image of the formats {', '.join(FORMATS)}")
-    begin = f" that begin with {data[:8]!r}" if show_bytes or known else ""
-    raise ImageError(f"{where}: {len(data)} bytes{begin} are {kind}.") from e
-  if max_pixels is not None and image.width * image.height > max_pixels:
-    raise ImageError(f"{where}: {image.width} × {image.height} pixels, more than input.images.max_pixels={max_pixels}. "
-                     "Make it smaller, or raise the limit.")
-  if image.mode not in MODES:
-    raise ImageError(f"{where}: its mode is {image.mode!r}; expected 8 bits a channel ({', '.join(MODES)}). {_CONVERT}")
-  if bits > 8 or bits < 8 and image.format == "JPEG2000":  # Pillow makes 240 of the white of 4 bits there
-    raise ImageError(f"{where}: {image.format} of {bits} bits a channel; expected 8"
-                     f"{'' if image.format == 'JPEG2000' else ' or fewer'}. {_CONVERT}")
-  if image.format == "PNG" and image.mode == "L" and 0 < image.info.get("transparency", 0) < 2**bits:
-    image.info["transparency"] *= 255 // (2**bits - 1)  # the gray that is transparent, as Pillow scales pixels
-  return image
-
-
-_CONVERT = "Convert it to 8 bits, or set input.images.on_error='drop'."
-
-
-def _bits(image: Image.Image, data: bytes) -> int:
-  """The most bits that a channel has in the file, whatever Pillow makes of them.
-
-  Pillow keeps the high byte of RGB (A) and CMYK in PNG and TIFF, mixes up planes of TIFF, makes black of the white of
-  JPEG 2000, and scales PPM and AVIF; so what is right differs, and none of it is known to be what was meant.
-  """
-  if image.format == "PNG":
-    return data[24]
-  if isinstance(image, TiffImagePlugin.TiffImageFile):
-    return max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
-  if isinstance(image, PpmImagePlugin.PpmImageFile):  # the largest value, in what the decoder is told
-    maximum = image.tile[0][3]
-    return max((x.bit_length() for x in maximum if isinstance(x, int)), default=8) if isinstance(maximum, tuple) else 8
-  if image.format == "JPEG2000":  # ISO 15444-1, A.5.1: the marker SIZ, three bytes for each component
-    at = data.index(b"\xff\x4f\xff\x51")
-    depths = {x & 127 for x in data[at + 42:at + 42 + 3 * int.from_bytes(data[at + 40:at + 42]):3]}
-    return max(depths) + 1 if max(depths) >= 8 else min(depths) + 1
-  if image.format == "AVIF":  # AV1-ISOBMFF, 2.3: av1C has the bits high_bitdepth and twelve_bit
-    found = [x[1][0] for x in re.finditer(rb"av1C\x81.(.)", data, re.DOTALL)]
-    return 12 if any(x & 32 for x in found) else 10 if any(x & 64 for x in found) else 8
-  return 8
-
-
-def _decode(image: Image.Image, where: str, fast: bool = False) -> Image.Image:
-  """The image as RGB, upright, on white. `fast`: a JPEG may come out smaller."""
-  try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # of broken metadata, which does not matter
-      if fast:
-        image.draft("RGB", (64, 64))
-      image.load()
-      upright = ImageOps.exif_transpose(image)
-      if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
-        upright = upright.convert("RGBA")
-        white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
-        upright = Image.alpha_composite(white, upright)
-      return upright.convert("RGB")
-  except Exception as e:  # of many kinds, see above
-    raise ImageError(f"{where}: a damaged or truncated {image.format} of {image.width} × {image.height} pixels: {e}. "
-                     "Fetch it again, or set input.images.on_error='drop'.") from e
 
 
 def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float, float]) -> Image.Image:

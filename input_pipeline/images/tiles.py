@@ -1,14 +1,17 @@
 """Images that are cut: in tiles of one token each, or in squares of which each is seen as an image of its own.
 
-S pixels of a side, N tiles. Of tiles a batch has `images` uint8 [B, N, S, S, 3], those of all of a row's images, each
-row by row, and `image_grid` int32 [B, N, 5]: the number of the tile's image, above 0 (0: unused), the tile's row and
-column in it, and how many rows and columns of tiles it has (models/tiles.py reads them).
+S pixels of a side, F frames of a tile, N tiles. Of tiles a batch has `images` uint8 [B, N, S, S, 3 * F], those of all
+of a row's images, each row by row, of films one place in time after another, and `image_grid` int32 [B, N, 6]: the
+number of the tile's image, above 0 (0: unused), the tile's row and column in it, how many rows and columns of tiles it
+has, and its place in time (models/tiles.py reads them).
 """
 
 import math
 
 import numpy as np
 from PIL import Image
+
+from input_pipeline.images.film_file import Film
 
 # Of the longer side to the shorter one.
 MAX_RATIO = 200
@@ -32,6 +35,33 @@ def kept_size(width: int, height: int, size: int, min_pixels: int, max_pixels: i
     sides = [max(size, math.floor(side / factor / size) * size) for side in (width, height)]
   elif sides[0] * sides[1] < min_pixels:
     factor = math.sqrt(min_pixels / (width * height))
+    sides = [math.ceil(side * factor / size) * size for side in (width, height)]
+  return sides[0], sides[1]
+
+
+def film_size(frames: int | None, width: int, height: int, size: int, min_pixels: int, max_pixels: int
+              ) -> tuple[int, int]:
+  """To which width and height frames of that size are brought: as an image (`kept_size`), where `frames` is None; else
+  so many frames have so many pixels in all, as the video processor of Qwen3-VL counts them.
+
+  Raises:
+    ValueError: one side is more than MAX_RATIO times the other.
+  """
+  if frames is None:
+    return kept_size(width, height, size, min_pixels, max_pixels)
+  if min(width, height) < size:
+    scale = max(size / height, size / width)
+    width, height = int(width * scale), int(height * scale)
+  if max(width, height) / min(width, height) > MAX_RATIO:
+    raise ValueError(f"{width} × {height} pixels, of which one side is more than {MAX_RATIO} times the other. Cut it, "
+                     "or set input.images.on_error='drop'.")
+  sides = [round(side / size) * size for side in (width, height)]
+  counted = round(frames / 2) * 2 * sides[0] * sides[1]
+  if counted > max_pixels:
+    factor = math.sqrt(frames * height * width / max_pixels)
+    sides = [max(size, math.floor(side / factor / size) * size) for side in (width, height)]
+  elif counted < min_pixels:
+    factor = math.sqrt(min_pixels / (frames * height * width))
     sides = [math.ceil(side * factor / size) * size for side in (width, height)]
   return sides[0], sides[1]
 
@@ -89,25 +119,38 @@ def squares(image: Image.Image, side: int, size: int, resample: Image.Resampling
   return np.concatenate([parts, np.array(whole.resize((size, size), resample), np.uint8)[None]]) if rows else parts
 
 
-def cut(pixels: np.ndarray, size: int, number: int = 1) -> tuple[np.ndarray, np.ndarray]:
-  """(tiles [N, S, S, 3], entries of `image_grid` [N, 5]) of an image, uint8 [rows * S, columns * S, 3].
+def cut(image: np.ndarray | Film, size: int, number: int = 1) -> tuple[np.ndarray, np.ndarray]:
+  """(tiles [N, S, S, 3 * F], entries of `image_grid` [N, 6]) of an image, uint8 [rows * S, columns * S, 3], or a film.
 
-  `number`: of the image in its row.
+  `number`: of the image in its row; places of a film that stand by themselves have numbers from there on.
   """
-  rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-  tiles = pixels.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
-  row, column = np.divmod(np.arange(rows * columns), columns)
-  grid = np.empty((rows * columns, 5), np.int32)
-  grid[:, 0], grid[:, 1], grid[:, 2], grid[:, 3:] = number, row, column, (rows, columns)
-  return tiles, grid
+  film = image if isinstance(image, Film) else Film(image[None], np.zeros(1, np.int32))
+  T, height, width, channels = film.pixels.shape
+  rows, columns = height // size, width // size
+  tiles = film.pixels.reshape(T, rows, size, columns, size, channels).swapaxes(2, 3)
+  place, row, column = (part.reshape(-1) for part in np.indices((T, rows, columns), np.int32))
+  grid = np.empty((T * rows * columns, 6), np.int32)
+  grid[:, 0] = number + (place if film.times is None else 0)
+  grid[:, 1], grid[:, 2], grid[:, 3:5] = row, column, (rows, columns)
+  grid[:, 5] = 0 if film.times is None else film.times[place]
+  return tiles.reshape(-1, size, size, channels), grid
+
+
+def widened(tiles: np.ndarray, channels: int) -> np.ndarray:
+  """Tiles [N, S, S, 3 * F] with so many channels: of one frame, which is there again."""
+  return np.tile(tiles, channels // tiles.shape[-1])
 
 
 def joined(tiles: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
-  """The images, in the order of their numbers, of tiles [N, S, S, 3] with entries of `image_grid` [N, 5]."""
+  """The images, in the order of their numbers, of tiles [N, S, S, 3 * F] with entries of `image_grid` [N, 6]: uint8
+  [H, W, 3], of films with all frames from left to right. Two frames of a tile that are alike are one."""
   whole = []
   for number in np.unique(grid[grid[:, 0] > 0, 0]):
     own = grid[:, 0] == number
-    size, (rows, columns) = tiles.shape[1], grid[own][0, 3:]
-    squares = tiles[own].reshape(rows, columns, size, size, 3)
-    whole.append(squares.swapaxes(1, 2).reshape(rows * size, columns * size, 3))
+    size, (rows, columns) = tiles.shape[1], grid[own][0, 3:5]
+    places = tiles[own].reshape(-1, rows, columns, size, size, tiles.shape[-1]).swapaxes(2, 3)
+    pixels = places.reshape(len(places), rows * size, columns * size, -1)
+    if len(pixels) == 1 and np.array_equal(pixels, widened(pixels[..., :3], pixels.shape[-1])):
+      pixels = pixels[..., :3]
+    whole.append(Film(pixels).picture())
   return whole

@@ -8,8 +8,7 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-import numpy as np
-
+from input_pipeline.images.film_file import Shown
 from input_pipeline.images.images import Preprocess, to_pixels
 
 
@@ -22,7 +21,7 @@ class Task(NamedTuple):
   where: str
 
 
-def decode(tasks: list[Task], workers: int) -> list[np.ndarray]:
+def decode(tasks: list[Task], workers: int) -> list[Shown]:
   """The pixels of each, as `to_pixels` gives them, by so many processes; 0: by the calling thread.
 
   Raises:
@@ -33,7 +32,7 @@ def decode(tasks: list[Task], workers: int) -> list[np.ndarray]:
   return list(_pool(workers).map(_decode, tasks, chunksize=max(1, len(tasks) // (4 * workers))))
 
 
-def _decode(task: Task) -> np.ndarray:
+def _decode(task: Task) -> Shown:
   return to_pixels(*task)
 
 

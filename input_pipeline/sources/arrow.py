@@ -59,10 +59,7 @@ class _TableReader:
     raise NotImplementedError
 
   def read(self, tally: Tally) -> Iterator[Record]:
-    try:
-      import pyarrow as pa
-    except ImportError as e:
-      raise DataError(f"source {self._source!r}: reading Parquet and Arrow files needs `pip install pyarrow`.") from e
+    import pyarrow as pa
     for name, path in self.files():
       before, size, row = tally.bytes_read, os.path.getsize(path), 0
       if path.suffix == ".json":  # describes the others

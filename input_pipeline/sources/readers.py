@@ -138,10 +138,7 @@ class ArrayRecordReader:
       tally.bytes_read = before + size
 
   def _records(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
-    try:
-      from array_record.python import array_record_module
-    except ImportError as e:
-      raise DataError(f"source {self._source!r}: reading ArrayRecord needs `pip install array_record`.") from e
+    from array_record.python import array_record_module
     try:
       reader = array_record_module.ArrayRecordReader(str(path))
       if not reader.ok():
@@ -182,12 +179,7 @@ class TfdsReader:
 
   @cached_property
   def _builder(self):
-    try:
-      import tensorflow_datasets as tfds
-    except ImportError as e:
-      raise DataError(
-          f"source {self._source!r}: type 'tfds' needs `pip install tensorflow-datasets importlib_resources` ({e})."
-      ) from e
+    import tensorflow_datasets as tfds
     folder = Path(os.path.expanduser(self.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")))
     for file in sorted((folder / re.split("[/:]", self.dataset)[0]).glob("**/features.json")):
       _check_features(file)

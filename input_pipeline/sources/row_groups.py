@@ -41,11 +41,8 @@ class Cutting:
   """
 
   def __init__(self, source: "Ranges", size: int, shown: str):
-    try:
-      import pyarrow as pa
-      import pyarrow.parquet as pq
-    except ImportError as e:
-      raise DataError(f"{shown}: reading Parquet files needs `pip install pyarrow`.") from e
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     self._source = source
     # Where the footer begins, and what stands from there on.
     self._footer = max(0, source.size - GUESS)

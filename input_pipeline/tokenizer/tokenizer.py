@@ -27,7 +27,6 @@ from input_pipeline.tokenizer.token_bytes import byte_chars as _byte_chars
 from trainer import atomic
 from trainer.errors import ConfigError, DataError
 
-TYPES = ("bytes", "bpe", "hf")
 # Training text is chosen in stripes of about so many bytes.
 SAMPLE_STRIPE = 1 << 14
 
@@ -155,10 +154,8 @@ def make_tokenizer(
     if not cfg.path:
       raise ConfigError("tokenizer.path is not set: type 'hf' needs a tokenizer.json or the folder that holds one.")
     tokenizer = load_extended(cfg)
-  elif cfg.type == "bpe":
-    return _make_bpe(cfg.vocab_size, cfg.train_megabytes, cfg.split_digits, train_texts, save_path, progress)
   else:
-    raise ConfigError(f"tokenizer.type={cfg.type!r}; allowed: {', '.join(map(repr, TYPES))}.")
+    return _make_bpe(cfg.vocab_size, cfg.train_megabytes, cfg.split_digits, train_texts, save_path, progress)
   if save_path.exists():
     saved = load_tokenizer(save_path)
     if saved.fingerprint != saved_fingerprint(tokenizer):

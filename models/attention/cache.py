@@ -216,7 +216,8 @@ def extended(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Ar
     new: by their mixer: attn, global_attn: keys and values [L, B, T, G, K] of the layers that have them; delta, mamba:
       the last inputs of the convolutions and the states of those [L, B, …], behind these tokens.
     segment_ids_BxT: 0: padding, not written.
-    axes_BxTx3: positions for M-RoPE of a text's beginning, where these are others than those in the row.
+    axes_BxTx3: positions for M-RoPE of a text's beginning, where these are others than those in the row. A text goes
+      on behind the last row or column of all, whatever the times.
   """
   period = len(cache.keys)
   real_BxT = segment_ids_BxT > 0
@@ -244,7 +245,7 @@ def extended(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Ar
                   for which, olds in enumerate((cache.keys, cache.values)))
   shift = cache.shift
   if shift is not None and axes_BxTx3 is not None:
-    shift = jnp.where(real_BxT, axes_BxTx3.max(-1) + 1, 0).max(1) - ends_B
+    shift = jnp.where(real_BxT, axes_BxTx3[..., 1:].max(-1) + 1, 0).max(1) - ends_B
   return Cache(keys, values, ends_B, shift)
 
 

@@ -1,15 +1,15 @@
-"""The gated delta rule over packed rows, token by token and in chunks, and the short convolution before it.
+"""The gated delta rule over packed rows, in chunks, and of one token.
 
 Each head keeps a state S [K, V], which maps keys to values. A token lets it fade by exp(g), corrects what it says of
 the token's key by the share beta, and reads it with the token's query (Yang et al. 2024, arXiv 2412.06464, eq. 10):
 
     S <- exp(g) S;  S <- S + k (beta (v - kᵀ S));  out = Sᵀ q
 
-A segment begins with a state of zeros. `recurrent` is these lines in a loop over tokens; `chunked` is equal to it but
-for rounding, and does the same with products of matrices over C tokens at a time (the WY representation, section 3.3
-there). Both are exact across segments: what belongs to others is multiplied by zeros, so that it changes no bit.
+A segment begins with a state of zeros. `one_token` is these lines; `chunked` is equal to them in a loop but for
+rounding, with products of matrices over C tokens at a time (the WY representation, section 3.3 there). It is exact
+across segments: what belongs to others is multiplied by zeros, so that it changes no bit.
 
-B batch, T length, N chunks of C tokens, H heads, K size of keys, V size of values, W width of the convolution.
+B batch, T length, N chunks of C tokens, H heads, K size of keys, V size of values.
 """
 
 import functools
@@ -36,32 +36,6 @@ def owners(segment_ids_BxT: jax.Array) -> jax.Array:
   last_BxT = jax.lax.cummax(jnp.where(segment_ids_BxT > 0, jnp.arange(T), -1), axis=1)
   owner_BxT = jnp.take_along_axis(segment_ids_BxT, jnp.maximum(last_BxT, 0), axis=1)
   return jnp.where(last_BxT >= 0, owner_BxT, 0)
-
-
-def short_convolution(x_BxTxC: jax.Array, taps_WxC: jax.Array, segment_ids_BxT: jax.Array,
-                      bias_C: jax.Array | None = None) -> jax.Array:
-  """SiLU of the sum over w of taps[w] times the channel's input W - 1 - w tokens before, within segments, and of the
-  bias if there is one; float32, or as wide as the input."""
-  kind = jnp.promote_types(x_BxTxC.dtype, jnp.float32)
-  x, taps = x_BxTxC.astype(kind), taps_WxC.astype(kind)
-  W, T = taps.shape[0], x.shape[1]
-  y = x * taps[-1]
-  for back in range(1, min(W, T)):
-    same_BxT = segment_ids_BxT[:, back:] == segment_ids_BxT[:, :-back]
-    earlier = jnp.where(same_BxT[..., None], x[:, :-back], 0.0) * taps[W - 1 - back]
-    y = y + jnp.pad(earlier, ((0, 0), (back, 0), (0, 0)))
-  return jax.nn.silu(y if bias_C is None else y + bias_C.astype(kind))
-
-
-def last_inputs(x_BxTxC: jax.Array, segment_ids_BxT: jax.Array, count: int) -> jax.Array:
-  """The last `count` inputs of each row's last segment [B, count, C], zeros before its begin: what the convolution sees
-  of them once the text goes on."""
-  T = x_BxTxC.shape[1]
-  last_Bx1 = jnp.max(jnp.where(segment_ids_BxT > 0, jnp.arange(T), -1), axis=1)[:, None]
-  at = last_Bx1 - (count - 1) + jnp.arange(count)
-  place, end_Bx1 = jnp.maximum(at, 0), jnp.maximum(last_Bx1, 0)
-  same = jnp.take_along_axis(segment_ids_BxT, place, 1) == jnp.take_along_axis(segment_ids_BxT, end_Bx1, 1)
-  return jnp.where((same & (at >= 0))[..., None], jnp.take_along_axis(x_BxTxC, place[..., None], 1), 0)
 
 
 def unit_keys(x: jax.Array) -> jax.Array:
@@ -91,23 +65,6 @@ class Inputs(NamedTuple):
   g_BxTxH: jax.Array
   # The share by which the state is corrected, 0 to 1.
   beta_BxTxH: jax.Array
-
-
-def recurrent(inputs: Inputs, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The rule as it stands; see `chunked`."""
-  q, k, v, g, beta, owner_BxT = _prepared(*inputs, segment_ids_BxT)
-  (B, _, H, K), V = q.shape, v.shape[-1]
-
-  def step(carry, token):
-    state, before_B = carry
-    *inputs, owner_B = token
-    state = jnp.where((owner_B == before_B)[:, None, None, None], state, 0.0)
-    state, out = one_token(state, *inputs)
-    return (state, owner_B), out
-
-  begin = jnp.zeros((B, H, K, V), q.dtype), jnp.zeros(B, owner_BxT.dtype)
-  (state, _), out = jax.lax.scan(step, begin, [x.swapaxes(0, 1) for x in (q, k, v, g, beta, owner_BxT)])
-  return jnp.where((segment_ids_BxT > 0)[..., None, None], out.swapaxes(0, 1), 0.0), state
 
 
 def chunked(inputs: Inputs, segment_ids_BxT: jax.Array, chunk: int = CHUNK, state_BxHxKxV: jax.Array | None = None

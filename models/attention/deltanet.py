@@ -14,19 +14,11 @@ from models.attention import delta_rule
 from models.attention.cache import Cache
 from models.attention.context import LayerContext
 from models.attention.delta_rule import Inputs
+from models.attention.short_conv import ShortConv, by_device, convolved, last_inputs
 from models.layers import Linear, Norm, Scope, apply_linears
 from models.remat import named
-from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
-
-
-class ShortConv(nnx.Module):
-  """The taps [W, channels] of a convolution of each channel over the last W tokens."""
-
-  def __init__(self, scope: Scope, width: int, channels: int):
-    # As torch's Conv1d of one channel each.
-    self.taps = scope.uniform("taps", (width, channels), width**-0.5)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -65,23 +57,14 @@ class GatedDeltaNet(nnx.Module):
     beta_BxTxH = jax.nn.sigmoid(b.astype(f32))
     g_BxTxH = -jnp.exp(self.A_log[...].astype(f32)) * jax.nn.softplus(a.astype(f32) + self.dt_bias[...].astype(f32))
 
-    mixed_BxTxC = jnp.concatenate([q, k, v], axis=-1)
-    before, segment_ids, state = 0 if past is None else s.conv_width - 1, tokens.segments, None
-    if past is not None:
-      earlier, state = past.state()
-      mixed_BxTxC = jnp.concatenate([earlier.astype(mixed_BxTxC.dtype), mixed_BxTxC], axis=1)
-      # Before the begin of a text they are zeros, as before the begin of a row.
-      segment_ids = jnp.concatenate([jnp.ones((B, before), jnp.int32), segment_ids], axis=1)
-    sizes = q.shape[-1], q.shape[-1] + k.shape[-1]
-    inputs = jnp.split(mixed_BxTxC, sizes, axis=-1) if before else (q, k, v)
-    q, k, v = (delta_rule.short_convolution(part, conv.taps[...], segment_ids)[:, before:].astype(self.dtype)
-               for part, conv in zip(inputs, (self.q_conv, self.k_conv, self.v_conv), strict=True))
+    (q, k, v), mixed_BxTxC, segment_ids, state = convolved(
+        (q, k, v), (self.q_conv, self.k_conv, self.v_conv), tokens.segments, past, self.dtype)
     q_BxTxHxK, k_BxTxHxK = (self._of_value_heads(part.reshape(B, T, s.num_key_heads, -1)) for part in (q, k))
     v_BxTxHxV = v.reshape(B, T, s.num_value_heads, -1)
     if past is None or past.extends:
-      out_BxTxHxV, state = _mapped(s.chunk, Inputs(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH),
-                                   tokens.segments, state)
-      new: Any = delta_rule.last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
+      inputs = Inputs(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH)
+      out_BxTxHxV, state = by_device(delta_rule.chunked, s.chunk, inputs, q_BxTxHxK.shape, tokens.segments, state)
+      new: Any = last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
       state, out_BxHxV = delta_rule.one_token(
           state, q_BxTxHxK[:, 0] * s.key_head_dim**-0.5, k_BxTxHxK[:, 0], v_BxTxHxV[:, 0].astype(f32), g_BxTxH[:, 0],
@@ -98,19 +81,3 @@ class GatedDeltaNet(nnx.Module):
   def _of_value_heads(self, x_BxTxGxK: jax.Array) -> jax.Array:
     """Queries or keys of length one, each as often as there are value heads that read it."""
     return jnp.repeat(delta_rule.unit_keys(x_BxTxGxK), self.spec.num_value_heads // self.spec.num_key_heads, axis=2)
-
-
-def _mapped(chunk: int, inputs: Inputs, segment_ids_BxT, state_BxHxKxV):
-  """`delta_rule.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
-  def run(inputs, segment_ids, state):
-    return delta_rule.chunked(inputs, segment_ids, chunk, state)
-
-  placed = logical_axes.current()
-  if placed is None:
-    return run(inputs, segment_ids_BxT, state_BxHxKxV)
-  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), inputs.q_BxTxHxK.shape)
-  spec = jax.sharding.PartitionSpec
-  of_tokens, of_state = spec(batch, None, heads), spec(batch, heads, None, None)
-  of_inputs = Inputs._make((by_head, by_head, by_head, of_tokens, of_tokens))
-  return jax.shard_map(run, mesh=placed.mesh, in_specs=(of_inputs, spec(batch, None), of_state),
-                       out_specs=(by_head, of_state), check_vma=False)(inputs, segment_ids_BxT, state_BxHxKxV)

@@ -11,29 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention import delta_rule, state_space
+from models.attention import state_space
 from models.attention.cache import Cache
 from models.attention.context import LayerContext
+from models.attention.short_conv import ShortConv, by_device, convolved, last_inputs
 from models.attention.state_space import Inputs
 from models.layers import Linear, Norm, Scope, apply_linears
 from models.remat import named
 from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
-
-
-class BiasedConv(nnx.Module):
-  """The taps [W, channels] of a convolution of each channel over the last W tokens, and its bias [channels]."""
-
-  def __init__(self, scope: Scope, width: int, channels: int, bias: bool):
-    # As torch's Conv1d of one channel each.
-    self.taps = scope.uniform("taps", (width, channels), width**-0.5)
-    self.bias = scope.constant("bias", (channels,), 0.0) if bias else None
-
-  def __call__(self, x_BxTxC: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
-    """See `delta_rule.short_convolution`."""
-    bias_C = None if self.bias is None else self.bias[...]
-    return delta_rule.short_convolution(x_BxTxC, self.taps[...], segment_ids_BxT, bias_C)
 
 
 class Mamba2(nnx.Module):
@@ -52,9 +39,9 @@ class Mamba2(nnx.Module):
     self.b = Linear(scope / "b", D, shared, **whole)
     self.c = Linear(scope / "c", D, shared, **whole)
     self.dt = Linear(scope / "dt", D, s.num_heads, **wide)
-    self.x_conv = BiasedConv(scope / "x_conv", s.conv_width, inner, s.conv_bias)
-    self.b_conv = BiasedConv(scope / "b_conv", s.conv_width, shared, s.conv_bias)
-    self.c_conv = BiasedConv(scope / "c_conv", s.conv_width, shared, s.conv_bias)
+    self.x_conv = ShortConv(scope / "x_conv", s.conv_width, inner, s.conv_bias)
+    self.b_conv = ShortConv(scope / "b_conv", s.conv_width, shared, s.conv_bias)
+    self.c_conv = ShortConv(scope / "c_conv", s.conv_width, shared, s.conv_bias)
     # Of the paper's code: how fast states fade, steps, and what of the input is added to what is read.
     self.A_log = scope.log_uniform("A_log", (s.num_heads,), 1.0, 16.0)
     self.dt_bias = scope.softplus_log_uniform("dt_bias", (s.num_heads,), 1e-3, 0.1)
@@ -76,22 +63,14 @@ class Mamba2(nnx.Module):
     dt_BxTxH = jnp.maximum(jax.nn.softplus(dt.astype(f32) + self.dt_bias[...].astype(f32)), s.min_step)
     g_BxTxH = -jnp.exp(self.A_log[...].astype(f32)) * dt_BxTxH
 
-    mixed_BxTxC, before = jnp.concatenate([x, b, c], axis=-1), 0 if past is None else s.conv_width - 1
-    inputs, segment_ids, state = [x, b, c], tokens.segments, None
-    if past is not None:
-      earlier, state = past.state()
-      mixed_BxTxC = jnp.concatenate([earlier.astype(mixed_BxTxC.dtype), mixed_BxTxC], axis=1)
-      # Before the begin of a text they are zeros, as before the begin of a row.
-      segment_ids = jnp.concatenate([jnp.ones((B, before), jnp.int32), segment_ids], axis=1)
-      inputs = jnp.split(mixed_BxTxC, np.cumsum([x.shape[-1], b.shape[-1]]), axis=-1)
-    x, b, c = (conv(part, segment_ids)[:, before:].astype(self.dtype)
-               for part, conv in zip(inputs, (self.x_conv, self.b_conv, self.c_conv), strict=True))
+    (x, b, c), mixed_BxTxC, segment_ids, state = convolved(
+        (x, b, c), (self.x_conv, self.b_conv, self.c_conv), tokens.segments, past, self.dtype)
     x_BxTxHxP = x.reshape(B, T, s.num_heads, -1)
     b_BxTxGxN, c_BxTxGxN = (part.reshape(B, T, s.num_groups, -1) for part in (b, c))
     if past is None or past.extends:
-      out_BxTxHxP, state = _mapped(s.chunk, Inputs(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH), tokens.segments,
-                                   state)
-      new: Any = delta_rule.last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
+      inputs = _by_as_many_groups(Inputs(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH))
+      out_BxTxHxP, state = by_device(state_space.chunked, s.chunk, inputs, x_BxTxHxP.shape, tokens.segments, state)
+      new: Any = last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
       state, out_BxHxP = state_space.one_token(
           state, c_BxTxGxN[:, 0].astype(f32), b_BxTxGxN[:, 0].astype(f32), x_BxTxHxP[:, 0].astype(f32), g_BxTxH[:, 0],
@@ -103,23 +82,13 @@ class Mamba2(nnx.Module):
     return self.o(constrain(self.norm(gated_BxTxI).astype(self.dtype), "batch", "length", "heads"), key), new
 
 
-def _mapped(chunk: int, inputs: Inputs, segment_ids_BxT, state_BxHxNxP):
-  """`state_space.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
-
-  def run(inputs, segment_ids, state):
-    return state_space.chunked(inputs, segment_ids, chunk, state)
-
+def _by_as_many_groups(inputs: Inputs) -> Inputs:
+  """On a mesh with as many groups as can be split as the heads are, of which some are alike."""
   placed = logical_axes.current()
   if placed is None:
-    return run(inputs, segment_ids_BxT, state_BxHxNxP)
-  spec = jax.sharding.PartitionSpec
-  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), inputs.x_BxTxHxP.shape)
-  # As many groups as can be split in the same way, of which some are alike.
+    return inputs
+  heads = placed.spec(("batch", None, "heads", None), inputs.x_BxTxHxP.shape)[2]
   groups, devices = inputs.b_BxTxGxN.shape[2], logical_axes.size_of(placed.mesh, heads)
   again = np.lcm(groups, devices) // groups
   c_BxTxGxN, b_BxTxGxN = (jnp.repeat(part, again, axis=2) for part in inputs[:2])
-  inputs = inputs._replace(c_BxTxGxN=c_BxTxGxN, b_BxTxGxN=b_BxTxGxN)
-  of_tokens, of_state = spec(batch, None, heads), spec(batch, heads, None, None)
-  of_inputs = Inputs._make((by_head, by_head, by_head, of_tokens, of_tokens))
-  return jax.shard_map(run, mesh=placed.mesh, in_specs=(of_inputs, spec(batch, None), of_state),
-                       out_specs=(by_head, of_state), check_vma=False)(inputs, segment_ids_BxT, state_BxHxNxP)
+  return inputs._replace(c_BxTxGxN=c_BxTxGxN, b_BxTxGxN=b_BxTxGxN)

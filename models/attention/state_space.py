@@ -1,14 +1,14 @@
-"""The state space duality of Mamba 2 over packed rows, token by token and in chunks.
+"""The state space duality of Mamba 2 over packed rows, in chunks, and of one token.
 
 Each head keeps a state S [N, P]. A token lets it fade by exp(g), where g is its step dt times a negative number of the
 head, writes its input x with its b, and reads the state with its c (Dao and Gu 2024, arXiv 2405.21060, eq. 2 and 16):
 
     S <- exp(g) S + b (dt x)ᵀ;  out = Sᵀ c
 
-Heads of a group have the same b and c. A segment begins with a state of zeros. `recurrent` is these lines in a loop
-over tokens; `chunked` is equal to it but for rounding, and does the same with products of matrices over L tokens at a
-time (section 6 there), one chunk after another, so that no more than one chunk's matrices are held at a time. Both are
-exact across segments: what belongs to others is multiplied by zeros, so that it changes no bit.
+Heads of a group have the same b and c. A segment begins with a state of zeros. `one_token` is these lines; `chunked` is
+equal to them in a loop but for rounding, with products of matrices over L tokens at a time (section 6 there), one chunk
+after another, so that no more than one chunk's matrices are held at a time. It is exact across segments: what belongs
+to others is multiplied by zeros, so that it changes no bit.
 
 B batch, T length, L tokens of a chunk, G groups, R heads of each, H = G R heads, N size of b and c, P size of inputs.
 """
@@ -51,23 +51,6 @@ class Inputs(NamedTuple):
   g_BxTxH: jax.Array
   # The step, which the input is multiplied by.
   dt_BxTxH: jax.Array
-
-
-def recurrent(inputs: Inputs, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The recurrence as it stands; see `chunked`."""
-  *given, owner_BxT = _prepared(*inputs, segment_ids_BxT)
-  (B, _, H, P), N = inputs.x_BxTxHxP.shape, inputs.b_BxTxGxN.shape[-1]
-
-  def step(carry, token):
-    state, before_B = carry
-    *inputs, owner_B = token
-    state = jnp.where((owner_B == before_B)[:, None, None, None], state, 0.0)
-    state, out = one_token(state, *inputs)
-    return (state, owner_B), out
-
-  begin = jnp.zeros((B, H, N, P), given[0].dtype), jnp.zeros(B, owner_BxT.dtype)
-  (state, _), out = jax.lax.scan(step, begin, [part.swapaxes(0, 1) for part in (*given, owner_BxT)])
-  return jnp.where((segment_ids_BxT > 0)[..., None, None], out.swapaxes(0, 1), 0.0), state
 
 
 def chunked(inputs: Inputs, segment_ids_BxT: jax.Array, chunk: int = CHUNK, state_BxHxNxP: jax.Array | None = None

@@ -8,7 +8,7 @@
 Nothing is downloaded, unpickled or run: a folder is data.
 
 May import: models.activations, models.api, models.config, models.lora, models.spec, models.spec_mtp,
-models.spec_vision.
+models.spec_video, models.spec_vision.
 """
 
 import os
@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from models import api
 from models import config as config_lib
-from models.hf import convert, families, files, pixels
+from models.hf import convert, families, files, films, pixels
 from models.hf.canonical import NEUTRAL, canonical
 from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
@@ -46,7 +46,7 @@ SMALL_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt",
-    *pixels.FILES,
+    *pixels.FILES, films.FILE,
 )
 # What a config.json says of the tokenizer, not of the model: kept where the rest has to be written anew, and null where
 # it is not known, since transformers would put its own idea of a family's ids in their place.
@@ -74,7 +74,8 @@ def architecture(path: str | Path, ignored: Iterable[str] = ()) -> tuple[Family,
   keys = family.read(content, where, ignored) | {"mtp_layers": 0}
   if absent := sorted(name for name in each(ignored) if not _has(content, name)):
     raise HFError(f"model.hf_ignore names {absent[0]!r}, but {where} has no such entry. Leave it out.")
-  return family, keys | pixels.read(folder, keys), family.notes(content, where, ignored)
+  keys |= pixels.read(folder, keys)
+  return family, keys | films.read(folder, keys), family.notes(content, where, ignored)
 
 
 def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable[[Mapping], Mapping] | None = None,

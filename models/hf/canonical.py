@@ -8,6 +8,7 @@ from models.activations import GATED
 from models.hf.rope import scaling_keys
 from models.spec import MIXERS, RECURRENT, TOKENWISE
 from models.spec_mtp import model_layer
+from models.spec_video import SAMPLING
 from models.spec_vision import NATIVE
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -52,9 +53,13 @@ NEUTRAL: Mapping[str, Any] = {
     "vision.min_pixels": 56 * 56, "vision.max_pixels": 28 * 28 * 1280,
     "vision.position_grid": 0, "vision.deepstack_layers": (), "vision.longest_side": 0,
     "vision.split": None, "vision.clipped": False, "vision.standardized": False,
+    "vision.video.token": None, "vision.video.tokens_per_second": 0.0, "vision.video.fps": None,
+    "vision.video.num_frames": None, "vision.video.min_frames": 4, "vision.video.max_frames": 768,
+    "vision.video.min_pixels": 128 * 28 * 28, "vision.video.max_pixels": 28 * 28 * 768,
 }
-# Keys that preprocessor_config.json has, not config.json (models/hf/pixels.py).
-PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels", "vision.longest_side", "vision.split")
+# Keys that preprocessor_config.json has, and what it is of films, not config.json (models/hf/pixels.py, films.py).
+PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels", "vision.longest_side", "vision.split",
+          *(f"vision.video.{key}" for key in SAMPLING))
 
 
 def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,6 +240,8 @@ def _canonical_vision(m: dict[str, Any]) -> None:
     m["vision.projector_activation"] = NEUTRAL["vision.projector_activation"]
   if m["vision.feature_layer"] != -1:
     m["vision.final_norm"] = True
+  if m["vision.video.token"] is None:
+    _reset(m, "vision.video.")
   if m["vision.attention"] == "local_image" and m["window"] is None:  # no layer is local
     m["vision.attention"] = "causal"
   m.update({key: NEUTRAL[key] for key in PIXELS})

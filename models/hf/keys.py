@@ -14,15 +14,15 @@ from models.hf.source import REQUIRED, Source
 
 
 class Rule:
-  """Some entries of config.json and what they mean."""
+  """Some entries of config.json and what they mean: nothing, but for what a rule says."""
 
   def read(self, source: Source, model: Mapping[str, Any]) -> dict[str, Any]:
     """{our key: value}; `model` has what the rules before this one gave. Raises HFError."""
-    raise NotImplementedError
+    return {}
 
   def write(self, model: Mapping[str, Any]) -> dict[str, Any]:
     """{their key: value} for a complete model."""
-    raise NotImplementedError
+    return {}
 
   def notes(self, source: Source) -> list[str]:
     """Sentences on entries that a user should know of."""
@@ -74,7 +74,18 @@ class Must(Rule):
       raise source.error(self.theirs, f"{self.value!r}; {self.why}")
     return {}
 
-  def write(self, model):
+
+@dataclass(frozen=True)
+class OfAllLayers(Rule):
+  """An entry that must say the same of each layer, if it is there."""
+
+  theirs: str
+  kind: Any
+
+  def read(self, source, model):
+    kinds = [self.kind] * model["num_layers"]
+    if source.get(self.theirs, list, kinds, kinds) != kinds:
+      raise source.error(self.theirs, f"{self.kind!r} for each of the {len(kinds)} layers")
     return {}
 
 
@@ -128,9 +139,6 @@ class Head(Rule):
 
 class WholeHeads(Rule):
   """Some families want a hidden size that is a multiple of the heads, although head_dim says the heads' size."""
-
-  def read(self, source, model):
-    return {}
 
   def write(self, model):
     if model["hidden_size"] % model["num_heads"]:
@@ -227,6 +235,20 @@ _THEIRS = {"local": "sliding_attention", "global": "full_attention", "nope": "fu
 _OURS = {"sliding_attention": "local", "full_attention": "global", "attention": "global"}
 
 
+def kinds_of(model: Mapping[str, Any]) -> tuple[str, ...]:
+  """The kind of each layer."""
+  pattern = model["layer_pattern"]
+  return tuple(pattern[i % len(pattern)] for i in range(model["num_layers"]))
+
+
+def named_kinds(source: Source, key: str, layers: int, ours: Mapping[str, str]) -> tuple[str, ...]:
+  """Ours of an entry that has a name for each layer. Raises HFError."""
+  given = source.get(key, list)
+  if len(given) != layers or not all(isinstance(kind, str) and kind in ours for kind in given):
+    raise source.error(key, f"{layers} times (num_hidden_layers) one of {', '.join(ours)}")
+  return tuple(ours[kind] for kind in given)
+
+
 @dataclass(frozen=True)
 class LayerTypes(Rule):
   """A window in some layers: `layer_types` with an entry for each, or an older way to say it.
@@ -244,11 +266,8 @@ class LayerTypes(Rule):
   def read(self, source, model):
     layers = model["num_layers"]
     window, types = self.read_window(source), self.older(source, layers)
-    given = source.get("layer_types", list, None, None)
-    if given is not None:
-      if len(given) != layers or not all(isinstance(kind, str) and kind in _OURS for kind in given):
-        raise source.error("layer_types", f"{layers} times (num_hidden_layers) one of {', '.join(_OURS)}")
-      types = tuple(_OURS[kind] for kind in given)
+    if source.get("layer_types", list, None, None) is not None:
+      types = named_kinds(source, "layer_types", layers, _OURS)
     if types is None:
       raise HFError(f"{source.where} has no layer_types, and versions of transformers differ on which layers have a "
                     "sliding window then. Add layer_types: 'sliding_attention' or 'full_attention' for each layer.")
@@ -258,6 +277,5 @@ class LayerTypes(Rule):
     return {"layer_pattern": types, "window": window}
 
   def write(self, model):
-    pattern = model["layer_pattern"]
-    types = tuple(pattern[i % len(pattern)] for i in range(model["num_layers"]))
+    types = kinds_of(model)
     return self.write_older(types, model["window"]) | {"layer_types": [_THEIRS.get(kind, kind) for kind in types]}

@@ -39,17 +39,18 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   for key in ("do_rescale", "do_normalize"):
     if not source.get(key, bool, True, True):
       raise source.error(key, "true: pixels are divided by 255 and normalised")
-  _check_factor(source)
+  check_factor(source)
   own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
   found = {key: tuple(source.get(f"image_{key}", list, list(value), list(value))) for key, value in own.items()}
   for key, value in found.items():
     if len(value) != 3 or not all(isinstance(x, int | float) and (key == "mean" or x > 0) for x in value):
       raise source.error(f"image_{key}", "three numbers, for red, green and blue, those of image_std above 0")
-  kept = {f"vision.{key}": tuple(map(float, value)) for key, value in found.items() if not _close(value, own[key])}
+  kept = {f"vision.{key}": tuple(map(float, value)) for key, value in found.items() if not close(value, own[key])}
   return kept | _counts(source, keys) | _longest(source, keys)
 
 
-def _check_factor(source: Source) -> None:
+def check_factor(source: Source) -> None:
+  """Raises HFError unless pixels are divided by 255."""
   if not math.isclose(source.get("rescale_factor", float, 1 / 255, 1 / 255), 1 / 255, rel_tol=1e-6):
     raise source.error("rescale_factor", "1/255")
 
@@ -60,7 +61,7 @@ def _gemma4(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
     if source.get(key, bool, value, value) != value and (key == "do_rescale" or any(
         source.get(name, object, [own] * 3) != [own] * 3 for name, own in (("image_mean", 0.0), ("image_std", 1.0)))):
       raise source.error(key, f"{str(value).lower()}: pixels are divided by 255, and no more")
-  _check_factor(source)
+  check_factor(source)
   patch, side = keys["vision.patch_size"], keys["vision.image_size"]
   for key, value in (("patch_size", patch), ("pooling_kernel_size", side // patch)):
     if source.get(key, int, value, value) != value:
@@ -130,7 +131,7 @@ def write(folder: Path, keys: Mapping[str, Any]) -> None:
   same = all(found[key] == value for key, value in counts.items())
   longest, split = keys["vision.longest_side"], bool(keys["vision.split"])
   moved = longest and (longest, split) != (found.get("longest_side", longest), found.get("split", split))
-  if same and not moved and all(_close(wanted[key], found[key]) for key in own):
+  if same and not moved and all(close(wanted[key], found[key]) for key in own):
     return
   changed = {**source.content, **{f"image_{key}": list(value) for key, value in wanted.items()}}
   if not same:
@@ -150,7 +151,8 @@ def _put(folder: Path, changed: Mapping[str, Any]) -> None:
     files.write_json(whole, {**files.read_json(whole), "image_processor": changed})
 
 
-def _close(one: tuple, other: tuple) -> bool:
+def close(one: tuple, other: tuple) -> bool:
+  """Whether numbers are the same but for rounding."""
   return all(math.isclose(a, b, abs_tol=1e-7) for a, b in zip(one, other, strict=True))
 
 

@@ -35,15 +35,13 @@ from models.quantization.quantize import DECIDING
 from trainer import tree
 from trainer.errors import ConfigError
 
-FORMS = ("none", "int8", "fp8")
-GRADIENTS = ("none", "inputs", "all")
 # (forward, gradients)
 _TYPES = {"int8": (jnp.int8, jnp.int8), "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2)}
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmul:
-  """A matmul of 8-bit numbers: `form` int8 or fp8, `gradients` one of GRADIENTS."""
+  """A matmul of 8-bit numbers: `form` int8 or fp8, `gradients` "none", "inputs" or "all"."""
 
   form: str
   gradients: str = "inputs"
@@ -64,8 +62,9 @@ class QuantizedMatmul:
 
   def quantize(self, x: jax.Array, along: int, gradient: bool = False) -> Any:
     """The `qwix.QArray` of `x`, with one scale for all entries along that dimension; values and scales as float32."""
+    import qwix  # here, and below: only runs with such products wait for it
     kind = _TYPES[self.form][gradient]
-    return _qwix().quantize(x.astype(jnp.float32), kind, channelwise_axes=[i for i in range(x.ndim) if i != along])
+    return qwix.quantize(x.astype(jnp.float32), kind, channelwise_axes=[i for i in range(x.ndim) if i != along])
 
   @property
   def sums(self) -> Any:
@@ -102,25 +101,11 @@ def make_matmul_rules(form: str, gradients: str = "inputs", skip: Sequence[str] 
   """The `MatmulRules` of the keys `precision.matmul`, `matmul_gradients` and `matmul_skip`; None for `none`.
 
   Raises:
-    ConfigError: a value is not known, or the library that this needs is not installed.
+    ConfigError: the library that this needs is not installed.
   """
-  for key, value, allowed in (("matmul", form, FORMS), ("matmul_gradients", gradients, GRADIENTS)):
-    if value not in allowed:
-      raise ConfigError(f"precision.{key} is {value!r}; allowed: {', '.join(allowed)}.")
   if form == "none":
     return None
-  _qwix()
   return MatmulRules(QuantizedMatmul(form, gradients), tuple(skip))
-
-
-def _qwix() -> Any:
-  """The library, imported where it is used."""
-  try:
-    import qwix
-  except ImportError as error:
-    raise ConfigError(f"precision.matmul quantises with qwix, which cannot be imported ({error}). Install it with pip "
-                      "install qwix, or use --config.precision.matmul=none.") from error
-  return qwix
 
 
 # ---------------------------------------------------------------------------------------------- one matrix
@@ -133,12 +118,14 @@ def _matmul(x_MxK: jax.Array, w_KxN: jax.Array, how: QuantizedMatmul) -> jax.Arr
 
 def _matmul_fwd(x_MxK, w_KxN, how):
   x, w = how.quantize(x_MxK, along=1), how.quantize(w_KxN, along=0)
-  y_MxN = _qwix().dot_general(x, w, (((1,), (0,)), ((), ())))
+  import qwix
+  y_MxN = qwix.dot_general(x, w, (((1,), (0,)), ((), ())))
   return y_MxN.astype(x_MxK.dtype), (x, w)
 
 
 def _matmul_bwd(how, saved, g_MxN):
-  (x, w), dtype, dot = saved, g_MxN.dtype, _qwix().dot_general
+  import qwix
+  (x, w), dtype, dot = saved, g_MxN.dtype, qwix.dot_general
   if how.gradients == "none":
     dx_MxK = cpu.inputs_gradient(g_MxN, _restored(w, dtype))
   else:
@@ -156,7 +143,8 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def _restored(array: Any, dtype: Any) -> jax.Array:
-  return _qwix().dequantize(array).astype(dtype)
+  import qwix
+  return qwix.dequantize(array).astype(dtype)
 
 
 # ---------------------------------------------------------------------------------------------- one matrix per group

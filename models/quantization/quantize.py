@@ -184,18 +184,5 @@ def _cast(leaf: jax.Array, dtype: Any) -> jax.Array:
   return cast
 
 
-def restore(flat: Mapping[str, Any], dtype: Any = jnp.float32) -> dict[str, Any]:
-  """The parameters by path with every quantised kernel turned back into one array; the others unchanged."""
-  restored = {}
-  for path, leaf in flat.items():
-    found = _PART.match(path)
-    if found is None:
-      restored[path] = leaf
-    elif found[2] != "scale":
-      parts = {end: flat[found[1] + end] for end in (f"_{found[2]}", "_scale")}
-      restored[found[1]] = dequantize(parts, dtype)
-  return restored
-
-
 def _struct(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(like, "sharding", None))

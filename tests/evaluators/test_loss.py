@@ -77,7 +77,7 @@ def test_it_equals_a_plain_computation_document_by_document(corpus, tmp_path):
     nll -= logp[np.arange(len(ids) - 1), ids[1:]].sum()
     hits += (logits.argmax(-1) == ids[1:]).sum()
     tokens += len(ids) - 1
-  ev._data = data
+  ev._examples.data = ev._data = data
   values = dict(ev.run(params, 0))
   assert values["loss"] == pytest.approx(nll / tokens, rel=1e-6)
   assert values["accuracy"] == pytest.approx(hits / tokens, rel=1e-6)

@@ -7,6 +7,7 @@ import base64
 import functools
 import gzip
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from input_pipeline.examples.registry import make_encoder
 from input_pipeline.examples.rollouts import RolloutReader
 from input_pipeline.examples.schema_pairs import PairReader
 from input_pipeline.files import NotJSONError, Tally, parse_json
+from input_pipeline.images import films
 from input_pipeline.images.images import ImageError, ImageRef, Preprocess, read, to_pixels
 from input_pipeline.mixture import stage_weights
 from input_pipeline.sources.readers import READERS, Record
@@ -34,6 +36,7 @@ from trainer.distributed import mesh
 from trainer.errors import ConfigError, DataError
 
 OURS = (ConfigError, DataError, OSError)
+FILMS = films.Sampling(films.TOGETHER, 2, 8, None, None, 4, 768, 64, 640, 2.0)
 PATHS = ("embed/embedding", "blocks/attn/q/kernel", "blocks/mlp/up/kernel", "final_norm/scale")
 
 
@@ -96,6 +99,22 @@ def image(data: bytes):
   """The bytes of an image file."""
   found = read(ImageRef(data, "a:1: image"), 1_000_000)
   return to_pixels(found.data, Preprocess(8))
+
+
+def film(data: bytes):
+  """The bytes of a film: an animated picture, or what a run keeps of one. Those of videos are FFmpeg's to read."""
+  if any(data[at:at + len(begins)] == begins for at, begins, _ in films.CONTAINERS):
+    raise ImageError("a video")
+  found = films.read(ImageRef(data, "a:1: video", film=True), FILMS, 1_000_000)
+  return to_pixels(found.data, Preprocess(8))
+
+
+def film_field(data: bytes):
+  """What a row has as its film."""
+  value = json_of(data)
+  if not re.search(r'"(/|~|file:)', json.dumps(value)):
+    return films.read(ImageRef(value, "a:1: video", folder() / "none", True), FILMS, 1_000_000)
+  raise ImageError("an absolute path, which is not followed in tests")
 
 
 def image_field(data: bytes):
@@ -198,7 +217,8 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     "pair_shape": lambda data: PairReader().pair(record_of(data)),
     "prompt": lambda data: PromptReader().ask(record_of(data)),
     "rollout": lambda data: RolloutReader().rollout(record_of(data)),
-    "template": template, "image": image, "image_field": image_field, "safetensors": safetensors,
+    "template": template, "image": image, "image_field": image_field, "film": film,
+    "film_field": film_field, "safetensors": safetensors,
     "tensor_header": tensor_header, "index": index, "model_config": model_config, "adapter_config": adapter_config,
     "tokenizer": tokenizer,
     "tokenizer_config": functools.partial(tokenizer, name="tokenizer_config.json"),
@@ -236,9 +256,15 @@ SEEDS: dict[str, list[bytes]] = {
 # A picture of 1 × 1 pixel, and a file of one tensor.
 _PNG = (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x01\0\0\0\x01\x08\0\0\0\0:~\x9bU\0\0\0\nIDATx\x9cch\0\0\0\x82\0\x81"
         b"w\xcdr\xb6\0\0\0\0IEND\xaeB`\x82")
+# A GIF of two frames of 2 × 2 pixels.
+_FILM = (b"R0lGODlhAgACAIEAAAAAAP///wAAAAAAACH5BAAKAAAALAAAAAACAAIAAAgGAAEIBBAQACH5BAEKAAEALAAAAAACAAIAgf///wAA"
+         b"AAAAAAAAAAgGAAEIBBAQADs=")
 SEEDS |= {
     "rollout": SEEDS["responses"], "pair_shape": SEEDS["pairs"], "prompt": SEEDS["shape"] + SEEDS["chat"],
     "image": [_PNG], "image_field": [b'"a.png"', json.dumps("data:image/png;base64," + base64.b64encode(
         _PNG).decode()).encode(), b'{"image_url": {"url": "http://127.0.0.1/a.png"}}'],
+    "film": [base64.b64decode(_FILM)], "film_field": [
+        json.dumps({"frames": ["data:image/png;base64," + base64.b64encode(_PNG).decode()] * 2, "fps": 2}).encode(),
+        b'{"video": {"path": "a.gif"}}', b'["a.png", "b.png"]'],
     "safetensors": [len(SEEDS["tensor_header"][0]).to_bytes(8, "little") + SEEDS["tensor_header"][0] + b"\0" * 64],
 }

@@ -24,6 +24,7 @@ from trainer.config import defaults, source
 from trainer.config.checks import resolve
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
+from trainer.telemetry import terminal
 
 TOKENIZER, TOKEN, EACH, SIZE = BytesTokenizer(), 300, 4, 4
 
@@ -149,7 +150,7 @@ def test_a_row_of_an_images_tiles_ends_in_a_token_of_its_own(tmp_path):
   assert data.image_layout.most == (grid[:, 0] > 0).sum() == index.max() and grid[:, 0].max() == 4
   np.testing.assert_array_equal(index > 0, tokens == 260)  # [IMG], and behind it [IMG_BREAK], [IMG_END]
   for at in np.flatnonzero(index):
-    _, row, column, rows, columns = grid[index[at] - 1]
+    _, row, column, rows, columns, _ = grid[index[at] - 1]
     assert tokens[at + 1] == (260 if column + 1 < columns else 261 if row + 1 < rows else 262)
   assert (tokens == 262).sum() == 4 and not batch["loss_weights"][0][(tokens > 259) & (tokens < 263)].any()
 
@@ -216,7 +217,7 @@ def test_equal_images_are_kept_once(tmp_path):
   data = train(configured(rows, tmp_path), tmp_path)
   images = data._packed[0].tokens.images
   assert images.data.tobytes() == colored(7) and images.ids.tolist() == [0] * 4
-  assert "images" in loader.format_stats(data.stats()) and data.stats()[0]["images"] == 4
+  assert "images" in terminal.stats(data.stats()) and data.stats()[0]["images"] == 4
 
 
 def test_a_picture_that_changed_is_read_again_and_one_that_is_gone_is_kept(tmp_path, caplog):

@@ -19,6 +19,7 @@ from trainer.config import strategy as strategy_of
 from trainer.config.checks import View
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
+from trainer.telemetry import terminal
 
 
 def config(folder, sources=None, **changed):
@@ -186,7 +187,7 @@ def test_statistics_are_those_of_the_rows(tmp_path):
   assert row["padded %"] == pytest.approx(100 * (segments == 0).mean())
   assert row["supervised %"] == pytest.approx(100 * weights.mean())
   assert (row["source"], row["documents"], row["skipped"], row["rows"]) == ("a", 30, 0, data.num_rows)
-  head, line = loader.format_stats(data.stats()).splitlines()
+  head, line = terminal.stats(data.stats()).splitlines()
   assert head.split()[:2] == ["source", "documents"] and line.split()[:3] == ["a", "30", "0"]
 
 
@@ -252,7 +253,7 @@ def test_conversations_are_packed_whole_truncated_and_counted(tmp_path, caplog, 
     make(c, tmp_path)
   (row,) = data.stats()
   assert (row["documents"], row["dropped: nothing to train"], row["documents split"]) == (45, 1, 0)
-  assert row["records"] == "46 tokens with labels" and "46 tokens with labels" in loader.format_stats(data.stats())
+  assert row["records"] == "46 tokens with labels" and "46 tokens with labels" in terminal.stats(data.stats())
   # Of 17 the last but one token is trained; 18 and 40 lose all that is.
   assert (row["truncated"], row["tokens lost"], row["pieces untrained"]) == (3, 1 + 2 + 24, 2)
   weights = np.concatenate([data.batch(step)["loss_weights"] for step in range(data.num_steps)])
@@ -278,9 +279,6 @@ def test_the_config_view_of_a_run_is_enough(tmp_path):
 
 
 @pytest.mark.parametrize("top, inputs, said", [
-    ({}, dict(packing="tight"), "packing 'tight'; allowed: 'concat'"),
-    ({}, dict(mixture_by="bytes"), "input.mixture_by='bytes'; allowed: 'examples', 'tokens'"),
-    ({}, dict(stop="soon"), "input.stop='soon'; allowed"),
     ({}, dict(batch_size_stages=((5, 9),)), r"9 from step 5 on is not a multiple of the micro-batch of 2 rows"),
     ({}, dict(batch_size_stages=((5, 8), (5, 10))), "steps must increase from 1 on, found 5"),
     ({}, dict(batch_size_stages=(5,)), r"5 is not \(step, batch_size\)"),
@@ -318,7 +316,7 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path, kind, st
   (stats,) = make(c, tmp_path).stats()
   # Of columns that were not read from the file, what they hold is not known.
   assert stats["columns not read"] == ("id 9, note 9" if (kind, strategy) == ("parquet", "seq") else "id 9, note 4")
-  assert "id 9, note" in loader.format_stats([stats])
+  assert "id 9, note" in terminal.stats([stats])
   (tmp_path / "few.jsonl").write_text("\n".join(json.dumps(said | {"prompt": f"q{i}"} if strategy != "seq" else said)
                                                 for i in range(9)))
   c.input.sources.x = source(type="jsonl", path=str(tmp_path / "few.jsonl"))

@@ -8,13 +8,13 @@ import pytest
 
 from input_pipeline import prompt_data
 from input_pipeline.examples.prompts import Prompter
-from input_pipeline.loader import format_stats
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
 from trainer.config import defaults, source, strategy
 from trainer.errors import ConfigError, DataError
+from trainer.telemetry import terminal
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
 CHAT = "<|begin|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -262,7 +262,7 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
   a, b = data.stats()
   assert a == {"source": "a", "prompts": 5, "skipped": 0, "dropped: duplicate": 1, "dropped: too long": 1,
                "tokens": 2 * 4 + 48, "longest": 48, "records": "7 texts"}
-  assert b["dropped: too long"] == 0 and a.keys() == b.keys() and "dropped: duplicate" in format_stats([a, b])
+  assert b["dropped: too long"] == 0 and a.keys() == b.keys() and "dropped: duplicate" in terminal.stats([a, b])
   assert "1 (duplicate), 1 (too long)" in caplog.text
 
 

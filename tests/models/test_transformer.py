@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import blocked
+from models.blocks import Block
 from models.sharding import logical_axes
 from tests.models.common import (
   BATCH,
@@ -51,6 +52,34 @@ def test_logits_equal_the_numpy_model(name, scan_layers):
     real = SEGMENTS[row] > 0
     expected = np_forward(config(**OPTIONS_OF[name]), params, TOKENS[row], SEGMENTS[row])
     np.testing.assert_allclose(logits[row, real, :VOCAB], expected[real, :VOCAB], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.host_patches
+def test_layers_of_a_kind_are_traced_once(monkeypatch):
+  """One after another in the program, or within a period: of each kind, the first."""
+  calls, call = [], Block.__call__
+  monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(args[2]) or call(self, *args))
+  pattern = ("local", "local", "local", "global")
+  for scan_layers in (False, True):
+    model = make(**LLAMA | dict(num_layers=9, window=3, layer_pattern=pattern, scan_layers=scan_layers, dropout=0.5))
+    calls.clear()
+    apply = functools.partial(model.apply, rng=jax.random.key(0), train=True)
+    jaxpr = jax.make_jaxpr(apply)(model.abstract_params(), BATCH)
+    assert len(calls) == 2 + scan_layers  # and the ninth, which stands behind the scan
+    of_layers = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "jit" and "layer" in eqn.params["name"]]
+    if not scan_layers:
+      assert len(of_layers) == 9 and len({id(params["jaxpr"]) for params in of_layers}) == 2
+
+
+def test_layers_of_other_sparsities_are_of_other_kinds():
+  options = GEMMA3N | dict(
+      layer_pattern=("local",), activation_sparsity=(0.7, 0.7, 0.4, 0.4, 0, 0, 0), scan_layers=False)
+  model = make(**options)
+  params = random_params(model)
+  logits = np.asarray(jax.jit(model.logits)(params, BATCH))
+  real = SEGMENTS[0] > 0
+  expected = np_forward(config(**options), params, TOKENS[0], SEGMENTS[0])
+  np.testing.assert_allclose(logits[0, real, :VOCAB], expected[real, :VOCAB], atol=2e-4, rtol=2e-4)
 
 
 def test_parameter_layout():

@@ -231,6 +231,17 @@ def native(files: Files) -> ConfigDict:
   return config
 
 
+def films(files: Files) -> ConfigDict:
+  """The same, about films of 8 frames, of two seconds, each of the size of two tiles, or of 4."""
+  config = native(files)
+  pictures = [digits.encoded(np.concatenate([digits.picture(n), digits.picture(n + 50)])) for n in range(16)]
+  shown = [{"frames": pictures[n:n + 8], "fps": 4} for n in range(8)]
+  rows = [dict(video=film, prefix=f"what? {n} <video> or ? ", suffix="it is") for n, film in enumerate(shown)]
+  config.input.sources = dict(main=source(type="jsonl", path=files.jsonl("films", rows)))
+  config.model.vision.update(video=dict(token=259, tokens_per_second=2.0, min_pixels=64, max_pixels=128))
+  return config
+
+
 def learned(files: Files) -> ConfigDict:
   """The same, with a tower that has learned positions and gives features to the first layer, too."""
   config = native(files)

@@ -158,7 +158,7 @@ EXPECTED: dict[str, Any] = {
   "rollout.max_staleness": ["Ahead", 2, None, None],
   "rollout.concurrent": ["Concurrent", 1, None, None],
   "rollout.in_flight": ["Concurrent", 1, None, "_newest"],
-  "rollout.schedule": ["Ahead", 1, {0: (0, []), 1: (1, [])}, None],
+  "rollout.schedule": ["Ahead", 1, {0: (0, [], 0), 1: (1, [], 0)}, None],
   # Of eight, the last ones.
   "rollout.devices": ([[4], [5], [6], [7]], [[0], [1], [2], [3]]),
   "rollout.tensor": ([[4, 5], [6, 7]], [[0], [1], [2], [3]]),

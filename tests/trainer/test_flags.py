@@ -168,11 +168,9 @@ def test_serve():
 def test_serve_listens_where_it_is_told():
   asked = Asked()
   values = given(serve_command, workdir="w", host="0.0.0.0", port=81)
-  with noted(asked, serve_command, make_app="app"), mock.patch.object(
-      serve_command, "flags", SimpleNamespace(FLAGS=values)), mock.patch.object(
-          serve_command.startup, "keep_compiled_programs"), mock.patch.dict(
-              sys.modules, uvicorn=SimpleNamespace(run=asked.note("run"))):
-    serve_command.main(["serve"])
+  with noted(asked, serve_command, make_app="app"), mock.patch.dict(
+      sys.modules, uvicorn=SimpleNamespace(run=asked.note("run"))):
+    serve_command._run(values)
   assert asked["make_app"] == ((values,), {})
   assert asked["run"] == (("app",), dict(host="0.0.0.0", port=81, log_level="warning"))
 
@@ -183,17 +181,18 @@ def test_embed(tmp_path, capsys):
   flags_of = dict(texts="t", key="k", prompt="query", batch_size=5, tensor=2)
   embedder = asked.note("embed", (vectors, 1))
   embedder.images, embedder.max_length = "as images", 9
-  with noted(asked, embed_command, load_run=model, load_folder=model, of_folder=None, Embedder=lambda *_: embedder,
-             read_texts=["x", "y"]), noted(asked, mesh_lib, make_mesh="mesh"):
+  with noted(asked, embed_command, of_folder=None, Embedder=lambda *_: embedder, read_texts=["x", "y"]), noted(
+      asked, generate_command, load_run=model, load_folder=model), noted(asked, mesh_lib, make_mesh="mesh"):
     embed_command._run(given(embed_command, workdir="w", step=3, out=str(tmp_path / "o.npy"), **flags_of))
-    assert asked["load_run"] == (("w", "mesh"), dict(step=3)) and "of_folder" not in asked
+    assert asked["load_run"] == (("w", "mesh"), dict(step=3, template=None)) and "of_folder" not in asked
     assert asked["make_mesh"] == ((dict(data=1, fsdp=-1, tensor=2),), {})
     assert asked["Embedder"] == ((model, "mesh", 5), {}) and asked["read_texts"] == (("t", "k", "as images"), {})
     assert asked["embed"] == ((["x", "y"], "query"), {})
     np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), vectors)
     assert capsys.readouterr().err == "origin: 2 texts, 1 of them cut to 9 tokens\n"
     embed_command._run(given(embed_command, hf="h", pooling="last", max_length=8, **flags_of))
-    assert asked["load_folder"] == (("h", "mesh"), {}) and asked["of_folder"] == ((model, "last", 8), {})
+    assert asked["load_folder"] == (("h", "mesh"), dict(template=None))
+    assert asked["of_folder"] == ((model, "last", 8), {})
     assert capsys.readouterr().out == "[1.0, 0.1]\n[0.0, -2.0]\n"
     for changed, message in ((dict(), "give one of"), (dict(hf="h", workdir="w"), "give one of"),
                              (dict(workdir="w", pooling="last"), "are of a folder"),

@@ -18,7 +18,7 @@ from trainer.config.keys import DURATION_UNITS, defaults, evaluator, reward, sou
 from trainer.config.precision import check_precision
 from trainer.config.typed import did_you_mean
 from trainer.config.values import check_ranges, invalid, invalid_name
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 
 _DICTS = (Mapping, ConfigDict)
 # The most problems that one error lists.
@@ -217,7 +217,7 @@ def validate(config: ConfigDict) -> None:
   if not c.input.sources:
     raise ConfigError("input.sources is empty: nothing to train on. In the config file: "
                       'config.input.sources.main = source(type="text", path="my_file.txt").')
-  one_of = {
+  choices = {
       "tokenizer.type": ("auto", "bytes", "bpe", "hf"),
       "input.packing": ("auto", "concat", "best_fit", "none"),
       "input.over_long": ("auto", "split", "truncate_end", "truncate_start", "drop", "error"),
@@ -230,9 +230,8 @@ def validate(config: ConfigDict) -> None:
       "plan.compile": ("auto", "always", "never"),
       "keep_best_mode": ("min", "max"),
   }
-  for path, allowed in one_of.items():
-    if _get(c, path) not in allowed:
-      raise ConfigError(f"{path} is {_get(c, path)!r}; allowed: {', '.join(allowed)}.")
+  for path, allowed in choices.items():
+    one_of(path, _get(c, path), allowed)
   for name, value in c.evals.items():
     if value.on_error not in ("stop", "warn"):
       raise ConfigError(f"evals.{name}.on_error is {value.on_error!r}; allowed: stop, warn.")

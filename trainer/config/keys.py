@@ -80,6 +80,8 @@ def defaults() -> ConfigDict:
   # the projector pool, else none); without a template: bos (before BOS) | text (at the marker, else before the text) |
   # auto (bos for model.vision.attention="prefix"); what stands between prefix and suffix.
   h.image_marker = "<image>"
+  # And for a film.
+  h.video_marker = "<video>"
   h.image_before = unset(str)
   h.image_after = unset(str)
   h.images_at = "auto"

@@ -272,6 +272,7 @@ def rollout() -> ConfigDict:
   c.tensor = 1
   # Begin more prompts in the rows that get free, end a rollout when enough groups are whole, and let the others go on
   # in the next one, by the policy of then, as far as max_staleness allows; no row waits for the longest completion.
+  # What goes on is run again by that policy, but not with in_flight: then it goes on in its row.
   c.carry_over = False
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.

@@ -371,3 +371,9 @@ def place_batch(rows_fn: Callable[[np.ndarray], Mapping[str, np.ndarray]], batch
     return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
 
   return {name: global_array(local) for name, local in host.items()}
+
+
+def place(batch: Mapping[str, np.ndarray], sharding: NamedSharding) -> dict[str, jax.Array]:
+  """Global arrays of a batch that every process has whole."""
+  rows = len(next(iter(batch.values())))
+  return place_batch(lambda some: {name: part[some] for name, part in batch.items()}, rows, sharding)

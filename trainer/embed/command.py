@@ -7,7 +7,6 @@ asked with `--pooling`. What is written is a float32 array [texts, hidden size] 
 products are the similarities; without `--out` they are printed, a JSON list a line.
 """
 
-import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from input_pipeline.batches import check_ids, empty_batch
+from input_pipeline.batches import check_ids
 from input_pipeline.chat.image_placeholders import ImageFormat, image_format
 from input_pipeline.chat.schema import ShapeReader
 from input_pipeline.examples.embedded import Embedded, Text, TextReader, max_length_of, text_tokens
@@ -32,7 +31,7 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
-from trainer.generate.command import Loaded, load_folder, load_run
+from trainer.generate.command import Loaded, load
 from trainer.strategies import contrastive, similarity
 
 # The shortest row, in tokens.
@@ -86,7 +85,7 @@ class Embedder:
     for begin in range(0, len(order), self._rows):
       some = order[begin:begin + self._rows]
       batch = self._batch([encoded[i] for i in some])
-      placed = mesh_lib.place_batch(functools.partial(_taken, batch), self._rows, mesh_lib.batch_sharding(self._mesh))
+      placed = mesh_lib.place(batch, mesh_lib.batch_sharding(self._mesh))
       for i, vector in zip(some, np.asarray(self._embed(self._loaded.params, placed), np.float32), strict=False):
         found[i] = vector
     return np.stack(found), sum(text.cut for text in encoded)
@@ -94,20 +93,14 @@ class Embedder:
   def _batch(self, texts: list[Embedded]) -> dict[str, np.ndarray]:
     """A text a row."""
     length = min(bucket(max(len(text.ids) for text in texts), MIN_LENGTH), max(self.max_length, MIN_LENGTH))
-    batch = empty_batch(self._rows, length, self._loaded.tokenizer.pad_id)
-    batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
     shown = [image_tokens.of_text(self._layout, text.ids, self._pixels(text), len(text.ids), "a text")
              for text in texts]
-    most = image_tokens.slots(max(len(part.images) for part in shown))
-    batch |= image_tokens.empty(self._layout, self._rows, length, most)
-    for row, (text, part) in enumerate(zip(texts, shown, strict=True)):
-      here = slice(0, len(text.ids))
-      batch["tokens"][row, here], batch["positions"][row, here] = text.ids, np.arange(len(text.ids))
-      batch["segment_ids"][row, here] = 1
-      image_tokens.put(self._layout, batch, part, row)
+    batch = image_tokens.batch_of_texts(self._layout, self._rows, length, self._loaded.tokenizer.pad_id,
+                                        [text.ids for text in texts], shown)
+    batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
     return check_ids(batch, self._loaded.model.vocab_size)
 
-  def _pixels(self, text: Embedded) -> Sequence[np.ndarray]:
+  def _pixels(self, text: Embedded) -> Sequence[Any]:
     return () if self.images is None else Images(text.images, self.images.preprocess)
 
 
@@ -115,10 +108,6 @@ def _not_dropped(made: Embedded | str, number: int) -> Embedded:
   if isinstance(made, str):
     raise DataError(f"text {number} has {made}, so that it has no embedding. Repair it, or leave it out.")
   return made
-
-
-def _taken(batch: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
-  return {key: part[rows] for key, part in batch.items()}
 
 
 def of_folder(loaded: Loaded, pooling: str | None, max_length: int | None) -> None:
@@ -181,9 +170,7 @@ def _text(record: Any, key: str, reader: TextReader, beside: ShapeReader) -> Tex
 
 def _define_flags() -> None:
   """Only for the command: another program that imports this module has a --workdir of its own."""
-  flags.DEFINE_string("workdir", None, "A run's folder.")
-  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
-  flags.DEFINE_string("hf", None, "A Hugging Face folder, of sentence-transformers or not, in place of a run.")
+  startup.define_model_flags()
   flags.DEFINE_string("texts", None, "The file of texts.")
   flags.DEFINE_string("key", "text", "The column that has them, of rows.")
   flags.DEFINE_string("out", None, "The .npy file to write.")
@@ -191,25 +178,17 @@ def _define_flags() -> None:
   flags.DEFINE_enum("pooling", None, tuple(similarity.POOLINGS), "Of a folder: which hidden states. Default: its own.")
   flags.DEFINE_integer("max_length", None, "Of a folder: tokens of a text at most. Default: its own.", lower_bound=1)
   flags.DEFINE_integer("batch_size", 32, "Texts at a time.", lower_bound=1)
-  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
   flags.mark_flag_as_required("texts")
 
 
 def _run(given: Any) -> None:
-  if (given.workdir is None) == (given.hf is None):
-    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
   if given.workdir and (given.pooling or given.max_length):
     raise ConfigError("--pooling and --max_length are of a folder; a run has them in its config.")
-  if given.hf and given.step is not None:
-    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
   if given.out and not given.out.endswith(".npy"):
     raise ConfigError(f"--out is {given.out!r}; what is written is an array of NumPy. Name it FILE.npy.")
-  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
+  loaded, mesh = load(given)
   if given.hf:
-    loaded = load_folder(given.hf, mesh)
     of_folder(loaded, given.pooling, given.max_length)
-  else:
-    loaded = load_run(given.workdir, mesh, step=given.step)
   embedder = Embedder(loaded, mesh, given.batch_size)
   texts = read_texts(given.texts, given.key, embedder.images)
   vectors, cut = embedder(texts, given.prompt)
@@ -227,8 +206,4 @@ def lines(vectors: np.ndarray) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}; the file of texts is written --texts=FILE")
-  startup.keep_compiled_programs()
-  with startup.one_message(ConfigError, DataError, OSError):
-    _run(flags.FLAGS)
+  startup.run_given(argv, _run, "the file of texts is written --texts=FILE")

@@ -1,20 +1,17 @@
 """What a config key, a value of one, or a metric is: python -m trainer.explain [NAME]
 
-Of a key its default, its type, the comment above it in the source and the lines that read it; of every name what docs/
-say of it, the lines of code and the tests that have it. Without a name: all that there are.
+Of a key its default, its type and the comment above it in the source; of every name what docs/ say of it, the lines of
+code and the tests that have it. Without a name: all that there are.
 """
 
 import difflib
 import functools
-import inspect
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
-from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.explain import config_source
 from trainer.explain import docs as explain_docs
@@ -24,8 +21,8 @@ from trainer.telemetry import terminal
 from trainer.telemetry.terminal import BOLD, DIM, OFF
 
 ROOT = config_source.ROOT
-# Passages of docs that are printed, further places that are named; lines of code and tests; lines that read a key.
-MOST_PASSAGES, MOST_PLACES, MOST_LINES, MOST_READS = 6, 12, 8, 12
+# Passages of docs that are printed, further places that are named; lines of code and tests.
+MOST_PASSAGES, MOST_PLACES, MOST_LINES = 6, 12, 12
 NO_DOCS = ("The documentation is not installed with the packages: read docs/*.md in a checkout, or install from one "
            "(pip install -e .).")
 
@@ -38,7 +35,9 @@ def explain(name: str) -> str:
   """
   typed = re.sub(r"^config\.", "", name.strip())
   if found := find_keys(typed):
-    spoken = _documented(_names_of_key(found[0].typed), _section_of(typed)) if explain_docs.passages() else [NO_DOCS]
+    names = _names_of_key(found[0].typed)
+    spoken = _documented(names, _section_of(typed)) if explain_docs.passages() else [NO_DOCS]
+    spoken += [*_section("Code", _code(names)), *_section("Tests", _tests(names))]
     return "\n\n".join([*map(_of_key, found), *spoken])
   context, _, last = typed.rpartition(".")
   names = _names_of_metric(last if context else typed)
@@ -134,13 +133,17 @@ def _text(passage: Passage) -> str:
 
 
 def _code(names: list[str]) -> list[str]:
-  """`file:line  text` of lines that define or name it: definitions first."""
+  """`file:line  text` of lines that define, read or name it, in this order; of a key those read it that take it of its
+  section, or of what is often called `cfg`."""
   some = "|".join(map(re.escape, names))
+  sections = "|".join({"cfg", "config", *(name.split(".")[-2] for name in names if "." in name)})
   defines = re.compile(rf"""^\s*(?:def|class) (?:{some})\b|^\s*["'](?:{some})["']:|\[["'](?:{some})["']\] =""")
+  reads = re.compile(rf"""\b(?:{sections})\.{re.escape(names[0].rpartition(".")[2])}\b(?!["'])""")
   has = re.compile(rf"""["'](?:{some})["']""")
-  lines = [(not defines.search(line), f"  {file}:{number}  {DIM}{' '.join(line.split())[:90]}{OFF}")
+  lines = [(place, f"  {file}:{number}  {DIM}{' '.join(line.split())[:90]}{OFF}")
            for folder in ("trainer", "models", "evaluators", "input_pipeline") for file, text in _files(folder).items()
-           for number, line in enumerate(text, 1) if has.search(line) or defines.search(line)]
+           for number, line in enumerate(text, 1)
+           if (place := next((i for i, one in enumerate((defines, reads, has)) if one.search(line)), None)) is not None]
   return [line for _, line in sorted(lines, key=lambda one: one[0])[:MOST_LINES]]
 
 
@@ -164,7 +167,7 @@ def _tests(names: list[str]) -> list[str]:
 def _files(folder: str) -> dict[str, list[str]]:
   """{file: its lines} of the Python files of a folder of the checkout, but for those about explanations."""
   return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").splitlines()
-          for path in sorted((ROOT / folder).rglob("*.py")) if "explain" not in path.name}
+          for path in sorted((ROOT / folder).rglob("*.py")) if path.parent.name != "explain"}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -180,43 +183,13 @@ def find_keys(typed: str) -> list[Key]:
 
 
 def _of_key(key: Key) -> str:
-  from trainer.explain import reads
-  found, typed = reads.reads(), key.typed
-  of = [place for place in found.get(typed, ()) if not _of_other_strategy(key, place[0])]
-  title = "Read"
-  if not of:  # the section that it is in is taken as a whole
-    sections = [typed[:i + 1] for i in range(len(typed) - 1, 0, -1) if typed[i] == "."]
-    of, title = next(((found[s], f"Read as part of {s[:-1]}") for s in sections if s in found), ([], title))
-  default = "" if key.default is None else f" = {key.default!r}"
-  kind = "" if key.default is None else f"  ({type(key.default).__name__})"
-  named = f", strategy {key.path.partition('(')[2].partition(')')[0]}" if key.path != typed else ""
+  default = "" if key.default is None else f" = {key.default!r}  ({type(key.default).__name__})"
+  named = f", strategy {key.path.partition('(')[2].partition(')')[0]}" if key.path != key.typed else ""
   comment, like = key.comment, re.fullmatch(r"(?:These a|A)s for (\w+)\.", key.comment)
   if like is not None:
     comment += " " + config_source.keys()[re.sub(r"\(\w+\)", f"({like.group(1)})", key.path)].comment
-  parts = [f"{BOLD}config.{typed}{OFF}{default}{kind}{named}", _wrapped(comment), f"  {key.file}:{key.line}"]
-  lines = [f"  {file}:{line}  {_line(file, line, typed.rpartition('.')[2])}" for file, line in of]
-  more = [f"  … and {len(lines) - MOST_READS} more"] if len(lines) > MOST_READS else []
-  parts += _section(title, lines[:MOST_READS] + more)
+  parts = [f"{BOLD}config.{key.typed}{OFF}{default}{named}", _wrapped(comment), f"  {key.file}:{key.line}"]
   return "\n\n".join(filter(None, parts))
-
-
-def _of_other_strategy(key: Key, file: str) -> bool:
-  """Whether a file is that of another strategy than the key's: neither the one of its loss nor imported there."""
-  strategy = key.path.partition("(")[2].partition(")")[0]
-  if key.path == key.typed or strategy not in strategies.STRATEGIES or not file.startswith("trainer/strategies/"):
-    return False
-  home = sys.modules[strategies.STRATEGIES[strategy].loss.__module__]
-  own = [home, *(module for module in vars(home).values() if inspect.ismodule(module))]
-  return Path(file).stem not in (*(module.__name__.rpartition(".")[2] for module in own), "__init__")
-
-
-def _line(file: str, line: int, leaf: str) -> str:
-  """A line, or 70 characters of it around the key."""
-  text = " ".join(_files(file.partition("/")[0])[file][line - 1].split())
-  if len(text) > 70:
-    begin = max(0, min(text.find(leaf) - 35, len(text) - 70))
-    text = "…" * (begin > 0) + text[begin:begin + 69] + "…" * (begin + 69 < len(text))
-  return f"{DIM}{text}{OFF}"
 
 
 def main(argv: list[str]) -> int:

@@ -148,7 +148,7 @@ def _flat(values: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
       yield from _flat(value, f"{prefix}{key}.")
 
 
-def targets(node: ast.AST) -> list[ast.expr]:
+def _targets(node: ast.AST) -> list[ast.expr]:
   """What a statement assigns to."""
   return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
 
@@ -168,7 +168,7 @@ class _Source:
     self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     # Of strategies: what is assigned to each name.
     self.records: dict[str, Any] = {
-        target.id: node for node in tree.body for target in targets(node) if isinstance(target, ast.Name)}
+        target.id: node for node in tree.body for target in _targets(node) if isinstance(target, ast.Name)}
 
   def above(self, line: int) -> str:
     """The comment that ends in the line before `line`, counted from 1."""
@@ -201,7 +201,7 @@ def _section_of(function: str, path: str) -> Section:
 
 def _read(source: _Source, statement: Any, inside: dict[str, Section]) -> None:
   """Adds the keys that one statement makes."""
-  if (to := targets(statement)) and isinstance(to[0], ast.Name) and len(to) == 1:
+  if (to := _targets(statement)) and isinstance(to[0], ast.Name) and len(to) == 1:
     inside[to[0].id] = inside.pop("c")  # c = ConfigDict(), whatever it is called
   elif to and isinstance(to[0], ast.Attribute):
     target: Any = to[0]

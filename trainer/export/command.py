@@ -24,13 +24,13 @@ from input_pipeline.examples.conversations import ChatEncoder
 from input_pipeline.tokenizer.special_tokens import BOS
 from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer, write_ends
 from models import hf, lora
-from models.hf import convert, files, pixels
+from models.hf import convert, files, films, pixels
 from trainer import startup, strategies
 from trainer import tree as tree_lib
 from trainer.checkpoints import checkpoint, damage
 from trainer.checkpoints.init_from import EMBEDDINGS
 from trainer.config import checks as config_checks
-from trainer.errors import CheckpointError, ConfigError, DataError
+from trainer.errors import CheckpointError, ConfigError, DataError, one_of
 from trainer.export import adapters as export_adapters
 from trainer.export import chat_files, embedding, hugging_face
 
@@ -74,8 +74,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   if dtype is not None and dtype not in DTYPES:
     raise ConfigError(f"export's dtype is {dtype!r}; allowed: {', '.join(DTYPES)}, or leave it out for that of the "
                       "parameters.")
-  if adapter not in ADAPTER:
-    raise ConfigError(f"export's adapter is {adapter!r}; allowed: {', '.join(ADAPTER)}.")
+  one_of("export's adapter", adapter, ADAPTER)
   config = _config(workdir)
   folder = folder or _checkpoint(workdir, step)
   stored: Any = StoredLeaves(folder, "ema" if ema else "params")
@@ -110,6 +109,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   convert.write_tensors(stored.read, family, keys, shapes, out, dtype, max_shard_bytes, progress)
   came_along, stop_ids = _write_texts(config, tokenizer, workdir, out)
   pixels.write(out, keys)
+  films.write(out, keys)
   if config.model.head == "embedding":
     embedding.write(out, config, tokenizer)
   generation, ends = _generation(out, source if came_along else {}, tokenizer.bos_id, stop_ids)
@@ -250,7 +250,7 @@ def _write_texts(config: Any, tokenizer: Tokenizer, workdir: Path, out: Path) ->
   original = workdir / hugging_face.FOLDER
   came_along = (original / files.CONFIG).is_file() and _is_of(original, tokenizer)
   _write_tokenizer(config, tokenizer, original if came_along else None, out)
-  hf.copy_small_files(original, out, pixels.FILES)
+  hf.copy_small_files(original, out, (*pixels.FILES, films.FILE))
   own = not config.chat.template
   template, stop_ids = _chat(config, tokenizer)
   if template is not None:

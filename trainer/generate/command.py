@@ -1,10 +1,11 @@
-"""Generate: python -m trainer.generate --workdir=DIR [--step=N] | --hf=DIR [--prompt="…" [--chat]] [--image=FILE …] …
+"""Generate: python -m trainer.generate --workdir=DIR [--step=N] | --hf=DIR [--prompt="…" [--chat]] [--image=FILE …]
+[--video=FILE …] …
 
 `--prompt` may be given several times. Without one: a conversation where standard input is a terminal and there is a
 chat template, else one prompt that is read from standard input. A single completion is printed as it is generated.
 `--image`, for models that see images, may be given several times too: each prompt is about all of them. They stand
 where the text has `<image>` (chat.image_marker), else before it; a conversation begins with them, and `/image FILE`
-adds another to what is said next.
+adds another to what is said next. `--video` and `/video FILE` are the same for films, whose place is `<video>`.
 """
 
 import sys
@@ -15,9 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from input_pipeline.examples.prompts import Prompt, Prompter
+from input_pipeline.images.images import ImageRef
 from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from models import api, hf, lora
 from models.hf import files
@@ -123,12 +125,37 @@ def load_folder(folder: str | Path, mesh: jax.sharding.Mesh, *, template: str | 
                 config)
 
 
+def check_given(given: Any) -> None:
+  """Refuses flags of `startup.define_model_flags` that name no model, or two.
+
+  Raises:
+    ConfigError: naming them.
+  """
+  if (given.workdir is None) == (given.hf is None):
+    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
+  if given.hf and given.step is not None:
+    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
+
+
+def load(given: Any) -> tuple[Loaded, jax.sharding.Mesh]:
+  """The model that the flags of `startup.define_model_flags` name, and the mesh that it is spread over.
+
+  Raises:
+    ConfigError, DataError: see `check_given`, `load_run` and `load_folder`.
+  """
+  check_given(given)
+  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
+  if given.hf:
+    return load_folder(given.hf, mesh, template=given.template), mesh
+  return load_run(given.workdir, mesh, step=given.step, template=given.template), mesh
+
+
 def _prefix_end(config: Any) -> str:
   return config.chat.prefix_end if config.model.vision.attention == "prefix" else ""
 
 
-def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str] = ()) -> Prompt:
-  """A text to be continued, about images (paths).
+def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str | ImageRef] = ()) -> Prompt:
+  """A text to be continued, about images (paths) and films (`shown_by`).
 
   Raises:
     ConfigError, DataError: see `Prompter.text`.
@@ -169,12 +196,13 @@ def printed(tokenizer: Tokenizer, parts: Iterator[Completion], stop: StopStrings
 
 
 def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: str | None,
-             images: Sequence[str] = (), stop: StopStrings | None = None) -> None:
+             images: Sequence[str | ImageRef] = (), stop: StopStrings | None = None) -> None:
   """Answers what is typed, line by line, until the end of the input; /new begins anew, Ctrl-C stops an answer.
 
-  `images` (paths) belong to what is said first, those of `/image FILE` to what is said next.
+  `images` (paths, and films) belong to what is said first, those of `/image FILE` and `/video FILE` to what is said
+  next.
   """
-  print("/new begins a new conversation, /image FILE shows an image with what is said next, Ctrl-D ends.")
+  print("/new begins a new conversation, /image FILE or /video FILE shows one with what is said next, Ctrl-D ends.")
   more = {} if stop is None else stop.options
   start = [] if system is None else [{"role": "system", "content": system}]
   messages, shown = list(start), list(images)
@@ -186,9 +214,10 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
       return
     if line == "/new":
       messages, shown = list(start), []
-    if line.startswith("/image "):
-      shown.append(line.removeprefix("/image ").strip())
-    if not line or line == "/new" or line.startswith("/image "):
+    command, _, file = line.partition(" ")
+    if file and command in ("/image", "/video"):
+      shown += shown_by([file.strip()] if command == "/image" else [], [file.strip()] if command == "/video" else [])
+    if not line or line == "/new" or file and command in ("/image", "/video"):
       continue
     asked: list[Any] = [*messages, {"role": "user", "content": said_with(line, shown)}]
     said = ""
@@ -208,11 +237,18 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
     messages, shown = [*asked, {"role": "assistant", "content": said}], []
 
 
-def said_with(text: str, images: Sequence[str]) -> str | list[dict[str, str]]:
-  """The content of a message that shows images (paths) before its text."""
+def shown_by(images: Sequence[str], videos: Sequence[str]) -> list[str | ImageRef]:
+  """The paths of images, and those of films as such."""
+  return [*images, *(ImageRef(path, path, film=True) for path in videos)]
+
+
+def said_with(text: str, images: Sequence[str | ImageRef]) -> str | list[dict[str, str]]:
+  """The content of a message that shows images and films (`shown_by`) before its text."""
   if not images:
     return text
-  return [*({"type": "image", "path": path} for path in images), {"type": "text", "text": text}]
+  parts = [{"type": "image", "path": one} if isinstance(one, str) else {"type": "video", "path": one.value}
+           for one in images]
+  return [*parts, {"type": "text", "text": text}]
 
 
 def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -242,14 +278,12 @@ def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], option
 
 def _define_flags() -> None:
   """Only for the command: another program that imports this module has a --workdir of its own."""
-  flags.DEFINE_string("workdir", None, "A run's folder.")
-  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
-  flags.DEFINE_string("hf", None, "A Hugging Face folder, in place of a run.")
+  startup.define_model_flags()
   flags.DEFINE_multi_string("prompt", None, "A text to continue; with --chat what the user says. May be repeated.")
   flags.DEFINE_multi_string("image", [], "The file of an image that prompts are about. May be repeated.")
+  flags.DEFINE_multi_string("video", [], "A film, a file or a folder of frames, that they are about. May be repeated.")
   flags.DEFINE_bool("chat", False, "Put prompts into the chat template.")
   flags.DEFINE_string("system", None, "System message of conversations.")
-  flags.DEFINE_string("template", None, "Chat template in place of the model's: a name, or a .jinja file.")
   flags.DEFINE_integer("max_new_tokens", 256, "Of each completion.")
   flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: the most likely token.")
   flags.DEFINE_integer("top_k", 0, "Draw from that many most likely tokens; 0: from all.")
@@ -259,25 +293,17 @@ def _define_flags() -> None:
   flags.DEFINE_bool("keep_stop", False, "Print the text that ended it, too.")
   flags.DEFINE_integer("num_samples", 1, "Completions of each prompt.")
   flags.DEFINE_integer("seed", 0, "Of the random draws.")
-  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
 
 
 def _run(given: Any) -> None:
-  if (given.workdir is None) == (given.hf is None):
-    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
-  if given.hf and given.step is not None:
-    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
-  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
-  if given.hf:
-    loaded = load_folder(given.hf, mesh, template=given.template)
-  else:
-    loaded = load_run(given.workdir, mesh, step=given.step, template=given.template)
+  loaded, mesh = load(given)
   sys.stderr.write(f"{loaded.origin}\n")
   prompts = given.prompt
   talks = prompts is None and sys.stdin.isatty()
   if talks and loaded.prompter.template is None:
     raise ConfigError("there is no chat template to converse with. Give --prompt=… to have a text continued, or "
                       "--template, e.g. chatml.")
+  images = shown_by(given.image, given.video)
   stop = StopStrings(loaded.tokenizer, given.stop, given.keep_stop, "--stop")
   options = dict(num_samples=given.num_samples, max_new_tokens=given.max_new_tokens, temperature=given.temperature,
                  top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, stop_ids=loaded.prompter.stop_ids,
@@ -285,7 +311,7 @@ def _run(given: Any) -> None:
   if talks:
     if given.num_samples > 1:
       raise ConfigError(f"--num_samples is {given.num_samples}, but a conversation has one answer. Give a --prompt.")
-    return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system, given.image, stop)
+    return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system, images, stop)
   if given.system is not None and not given.chat:
     raise ConfigError("--system is a message of a conversation; add --chat.")
   if loaded.prompter.template is not None and not given.chat:
@@ -294,15 +320,11 @@ def _run(given: Any) -> None:
   texts = [sys.stdin.read()] if prompts is None else prompts
   system = [] if given.system is None else [{"role": "system", "content": given.system}]
   made = [loaded.prompter.messages([*system, {"role": "user", "content": text}], where=f"prompt {n}",
-                                   images=given.image) if given.chat
-          else text_prompt(loaded, text, f"prompt {n}", given.image) for n, text in enumerate(texts)]
+                                   images=images) if given.chat
+          else text_prompt(loaded, text, f"prompt {n}", images) for n, text in enumerate(texts)]
   chunk = CHUNK if len(made) * given.num_samples == 1 else 32
   complete(loaded, Sampler(loaded.model, mesh, chunk=chunk), made, options, stop)
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}; a prompt is written --prompt=\"…\"")
-  startup.keep_compiled_programs()
-  with startup.one_message(ConfigError, DataError, OSError):
-    _run(flags.FLAGS)
+  startup.run_given(argv, _run, 'a prompt is written --prompt="…"')

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.generate.beginnings import Beginnings
-from trainer.generate.kept import Kept
+from trainer.generate.kept import Held, Kept
 from trainer.generate.stop_strings import StopStrings
 
 
@@ -69,6 +69,8 @@ class Request:
     kept: texts that prompts may go on from, without being run again, and to which those are added that end; all of the
       same parameters. None: nothing is kept.
     keep: whether those of each prompt are added. None: all are.
+    held: rows that were left off by `until`, whose texts go on in place if this request has them, and where those are
+      put that it leaves off. None: a text that goes on is run from its beginning.
     beginnings: what prompts have in common is run once for those that come first, and counted here; not for those that
       come later, so that which prompts share does not depend on when. None: each prompt is run by itself.
     more: asked before each chunk, whether or not any text is left (`idle`), for prompts that come only now. None: there
@@ -95,6 +97,7 @@ class Request:
   until: Callable[[], bool] = lambda: False
   kept: Kept | None = None
   keep: Sequence[bool] | None = None
+  held: Held | None = None
   beginnings: Beginnings | None = None
   more: "Callable[[bool], More] | None" = None
   newer: Callable[[], Any] = lambda: None

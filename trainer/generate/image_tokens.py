@@ -3,15 +3,16 @@
 A model with a tower for images puts features in place of its placeholder tokens (`config.model.vision.image_token`):
 `tokens_per_image` for each image, in the order of the images. A batch says so with
 
-    images       uint8 [B, I, S, S, 3], I a row at most; unused ones are 0
+    images       uint8 [B, I, S, S, 3 * F], I a row at most; unused ones are 0
     image_index  int32 [B, T], k > 0: feature k - 1 of the row's images, laid end to end; 0: an ordinary token
-    image_grid   int32 [B, I, 5], only where the model sees tiles (`tiles`): what each of the I is then a tile of, one
+    image_grid   int32 [B, I, 6], only where the model sees tiles (`tiles`): what each of the I is then a tile of, one
                  token each (input_pipeline/images/tiles.py)
     block_ids    int32 [B, T], tokens of a segment with the same number above 0 see one another; 0: only what is before
 
 For models without a tower there is nothing of this.
 
-B rows, T places of a row, I images of a row, S pixels of a side, n tokens.
+B rows, T places of a row, I images of a row, S pixels of a side, F frames of a tile
+(input_pipeline/images/film_file.py), n tokens.
 """
 
 import hashlib
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from input_pipeline.batches import empty_batch
 from input_pipeline.image_batches import OF_IMAGES, PREFIX, ImageLayout
 from input_pipeline.images import tiles
+from input_pipeline.images.film_file import Film, Shown
 from trainer.errors import ConfigError
 from trainer.generate.buckets import power
 
@@ -34,13 +37,20 @@ class Layout(NamedTuple):
   image_size: int
   attention: str
   tiles: bool = False
+  video_token: int | None = None
+  frames: int = 1
+
+  @property
+  def held(self) -> list[int]:
+    """The ids that hold places of images and films."""
+    return [token for token in (self.image_token, self.video_token) if token is not None]
 
 
 class PromptImages(NamedTuple):
-  """The images of one text, their squares or tiles, uint8 [S, S, 3] each, and its arrays [n]; None where the model has
-  none.
+  """The images of one text, their squares or tiles, uint8 [S, S, 3 * F] each, and its arrays [n]; None where the model
+  has none.
 
-  `image_grid` [I, 5]: of tiles.
+  `image_grid` [I, 6]: of tiles.
   """
 
   images: tuple[np.ndarray, ...] = ()
@@ -57,6 +67,11 @@ class PromptImages(NamedTuple):
     return digest.digest()
 
   @property
+  def frames(self) -> int:
+    """F: 1 where none is of a film."""
+    return max((image.shape[-1] // 3 for image in self.images), default=1)
+
+  @property
   def causal(self) -> bool:
     """Whether there are no images, and each token sees only those before it."""
     return not self.images and (self.block_ids is None or not self.block_ids.any())
@@ -65,8 +80,11 @@ class PromptImages(NamedTuple):
 def layout_of(model: Any) -> Layout | None:
   """What a model makes of images; None: it takes none."""
   vision = getattr(model, "vision", None)
-  return vision and Layout(vision.image_token, vision.tokens_per_image, vision.image_size, vision.attention,
-                            vision.native)
+  if vision is None:
+    return None
+  video = vision.video
+  return Layout(vision.image_token, vision.tokens_per_image, vision.image_size, vision.attention, vision.native,
+                None if video is None else video.token, 1 if video is None else vision.frames)
 
 
 def slots(count: int) -> int:
@@ -74,7 +92,7 @@ def slots(count: int) -> int:
   return power(count, 1) if count else 0
 
 
-def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence[Sequence[np.ndarray]] | None,
+def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence[Sequence[Shown]] | None,
           prefixes: Sequence[int] | None = None, sampled: Sequence[np.ndarray] | None = None) -> list[PromptImages]:
   """What is shown with each prompt.
 
@@ -98,7 +116,7 @@ def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence
           for number, (ids, some, prefix, own) in enumerate(zip(prompts, images, prefixes, written, strict=True))]
 
 
-def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray], prefix: int, where: str,
+def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[Shown], prefix: int, where: str,
             sampled: np.ndarray | None = None) -> PromptImages:
   """The images of one text.
 
@@ -106,7 +124,7 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
     layout: of the model.
     ids: the text, [n].
     images: in the order of their placeholders, each uint8 [S, S, 3], [K, S, S, 3] of K squares or, of tiles, multiples
-      of S.
+      of S; or a film.
     prefix: the first so many tokens are read in both directions where the model does so.
     where: for messages.
     sampled: bool [n], the tokens that the model itself has written, of which a placeholder is a token like others.
@@ -123,31 +141,53 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
   if len(images) and layout.image_token is None:
     raise ConfigError("model.vision.image_token is not set: the id of the token that holds an image's places. Set it.")
   given = len(images)
-  images = [np.asarray(image) for image in images]
-  images = [square for image in images for square in (image if image.ndim == 4 and not layout.tiles else (image,))]
-  S, shape = layout.image_size, (layout.image_size, layout.image_size, 3)
-  for number, image in enumerate(images):
-    fits = image.shape == shape or layout.tiles and image.ndim == 3 and not (image.shape[0] % S or image.shape[1] % S)
-    if not fits or image.shape[-1] != 3 or image.dtype != np.uint8:
-      multiples = ", or multiples of the first two" if layout.tiles else ""
-      raise ConfigError(f"{where}, image {number}: found {image.dtype} {list(image.shape)}, the model wants uint8 "
-                        f"{list(shape)}{multiples}. Make it with input_pipeline.images.images.")
-  grid = None
+  apart = _apart(layout, images, where)
+  grid, squares = None, [image for image in apart if isinstance(image, np.ndarray)]
   if layout.tiles:
-    cut = [tiles.cut(image, S, number) for number, image in enumerate(images, 1)]
-    images = [tile for some, _ in cut for tile in some]
-    grid = np.concatenate([np.zeros((0, 5), np.int32), *(grid for _, grid in cut)])
+    cut: list[tuple[np.ndarray, np.ndarray]] = []
+    for image in apart:
+      cut.append(tiles.cut(image, layout.image_size, 1 + (cut[-1][1][-1, 0] if cut else 0)))
+    squares = [tile for some, _ in cut for tile in some]
+    grid = np.concatenate([np.zeros((0, 6), np.int32), *(grid for _, grid in cut)])
   own = np.arange(len(ids)) >= prefix if sampled is None else sampled
-  is_image = (np.asarray(ids) == layout.image_token) & ~own
-  found, wanted = int(is_image.sum()), len(images) * layout.tokens_per_image
+  is_image = np.isin(np.asarray(ids), layout.held) & ~own
+  found, wanted = int(is_image.sum()), len(squares) * layout.tokens_per_image
+  kinds = [layout.video_token if square.shape[-1] > 3 else layout.image_token for square in squares]
+  if found == wanted and layout.tiles and (odd := np.flatnonzero(np.asarray(ids)[is_image] != kinds)).size:
+    raise ConfigError(f"{where}: the id of an image, {layout.image_token}, and that of a film, {layout.video_token}, "
+                      f"are not in the order of its images and films: its tile {odd[0]} is of the other. Make the "
+                      "prompt and its images together, with input_pipeline.examples.prompts.")
   if found != wanted:
-    squares = f", of {len(images)} squares" if len(images) > given and not layout.tiles else ""
-    each = f"one for each {S} × {S} pixels" if layout.tiles else f"{layout.tokens_per_image} each"
+    of_squares = f", of {len(squares)} squares" if len(squares) > given and not layout.tiles else ""
+    side = layout.image_size
+    each = f"one for each {side} × {side} pixels" if layout.tiles else f"{layout.tokens_per_image} each"
     raise ConfigError(f"{where} has {given} image(s), for which it needs {wanted} tokens of the id "
-                      f"{layout.image_token} ({each}{squares}), and {found} of them. Make the prompt "
-                      "and its images together, with input_pipeline.examples.prompts.")
+                      f"{' or '.join(map(str, layout.held))} ({each}{of_squares}), and {found} of them. Make the "
+                      "prompt and its images together, with input_pipeline.examples.prompts.")
   index = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
-  return PromptImages(tuple(images), index, _blocks(layout, index, prefix, grid), grid)
+  return PromptImages(tuple(squares), index, _blocks(layout, index, prefix, grid), grid)
+
+
+def _apart(layout: Layout, images: Sequence[Shown], where: str) -> list[Shown]:
+  """Images, their squares, and films of a model that sees tiles. Raises ConfigError: one of another kind."""
+  S, shape, found = layout.image_size, (layout.image_size, layout.image_size, 3), list[Shown]()
+  for number, image in enumerate(images):
+    if isinstance(image, Film) and layout.tiles:
+      if layout.video_token is None or image.pixels.shape[-1] != 3 * layout.frames:
+        seen = f"{layout.frames} of them" if layout.video_token is not None else "no films"
+        raise ConfigError(f"{where}, image {number}: is a film of {image.pixels.shape[-1] // 3} frames in a place, and "
+                          f"the model sees {seen} (model.vision.video.token). Make it with input_pipeline.examples.")
+      found.append(image)
+      continue
+    pixels = image.pixels if isinstance(image, Film) else np.asarray(image)
+    for square in pixels if pixels.ndim == 4 and not layout.tiles else (pixels,):
+      kept = layout.tiles and square.ndim == 3 and not (square.shape[0] % S or square.shape[1] % S)
+      if square.shape != shape and not kept or square.shape[-1] != 3 or square.dtype != np.uint8:
+        multiples = ", or multiples of the first two" if layout.tiles else ""
+        raise ConfigError(f"{where}, image {number}: found {square.dtype} {list(square.shape)}, the model wants uint8 "
+                          f"{list(shape)}{multiples}. Make it with input_pipeline.images.images.")
+      found.append(square)
+  return found
 
 
 def _blocks(layout: Layout, image_index: np.ndarray, prefix: int, grid: np.ndarray | None) -> np.ndarray:
@@ -161,11 +201,13 @@ def _blocks(layout: Layout, image_index: np.ndarray, prefix: int, grid: np.ndarr
   return np.zeros(len(image_index), np.int32)
 
 
-def empty(layout: Layout | None, rows: int, length: int, most_images: int) -> dict[str, np.ndarray]:
-  """The arrays of a batch without images, for up to I = `most_images` a row; of these none if it is 0."""
+def empty(layout: Layout | None, rows: int, length: int, most_images: int, frames: int = 1) -> dict[str, np.ndarray]:
+  """The arrays of a batch without images, for up to I = `most_images` a row, of F = `frames`; of these none if it is
+  0."""
   if layout is None:
     return {}
-  arrays = ImageLayout(most_images, layout.image_size, layout.tokens_per_image, layout.attention, layout.tiles)
+  arrays = ImageLayout(most_images, layout.image_size, layout.tokens_per_image, layout.attention, layout.tiles,
+                       frames=frames)
   return arrays.empty(rows, length)
 
 
@@ -183,19 +225,33 @@ def put(layout: Layout | None, batch: dict[str, np.ndarray], part: PromptImages,
   if layout is None:
     return
   for number, image in enumerate(part.images, first):
-    batch["images"][row, number] = image
+    batch["images"][row, number] = np.tile(image, batch["images"].shape[-1] // image.shape[-1])
   if part.image_grid is not None and len(part.image_grid):
     # Numbers of images in a row need only differ, and no row has more images than tiles.
-    batch["image_grid"][row, first:first + len(part.images)] = part.image_grid + [first, 0, 0, 0, 0]
+    batch["image_grid"][row, first:first + len(part.images)] = part.image_grid + [first, 0, 0, 0, 0, 0]
   for key, added in (("image_index", first * layout.tokens_per_image), ("block_ids", first)):
     values = getattr(part, key)
     if key in batch:
       batch[key][row, begin:begin + len(values)] = np.where(values > 0, values + added, 0)
 
 
+def batch_of_texts(layout: Layout | None, rows: int, length: int, pad_id: int, texts: Sequence[np.ndarray],
+                   parts: Sequence[PromptImages]) -> dict[str, np.ndarray]:
+  """A batch (`input_pipeline.batches.empty_batch`) with a text of ids and what is shown with it in each row, and rows
+  without one behind them."""
+  batch = empty_batch(rows, length, pad_id)
+  most = slots(max(len(part.images) for part in parts))
+  batch |= empty(layout, rows, length, most, max(part.frames for part in parts))
+  for row, (ids, part) in enumerate(zip(texts, parts, strict=True)):
+    batch["tokens"][row, :len(ids)], batch["positions"][row, :len(ids)] = ids, np.arange(len(ids))
+    batch["segment_ids"][row, :len(ids)] = 1
+    put(layout, batch, part, row)
+  return batch
+
+
 def images_of(layout: Layout | None, batch: Mapping[str, np.ndarray], row: int) -> tuple[list[np.ndarray], np.ndarray]:
-  """(the images of a row of a batch, uint8 [H, W, 3], those that are used; of which of them, from 1 on, each token is,
-  int [T], 0: of none)."""
+  """(the images of a row of a batch, uint8 [H, W, 3], those that are used, of a film its frames from left to right; of
+  which of them, from 1 on, each token is, int [T], 0: of none)."""
   if layout is None or "images" not in batch:
     return [], np.zeros_like(batch["tokens"][row])
   index_T = batch["image_index"][row]

@@ -7,7 +7,7 @@ see all, not of states, nor of windows that were left.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,32 @@ class KeptText:
   experts: np.ndarray | None = None
   beginnings: bool = False
   of: "KeptText | None" = None
+
+
+@dataclass(eq=False)
+class Held:
+  """Rows whose texts were left off: in the next request they go on where they are, and nothing is run again.
+
+  Keys and values of what was run stay as they were computed, by older parameters as well. A text is known again by what
+  decides its draws, by how many tokens it has, and by its limit.
+
+  Attributes:
+    state, rows: of the sampler, `trainer.generate.decoding.State` and `trainer.generate.slots.Rows`; None: no row is
+      held.
+    names: {what a text is known by: its row}.
+  """
+
+  state: Any = None
+  rows: Any = None
+  names: dict[tuple[bytes, int, int], int] = field(default_factory=dict)
+
+  def put(self, state: Any, rows: Any, names: dict[tuple[bytes, int, int], int]) -> None:
+    """Holds these rows, which the request leaves off."""
+    self.state, self.rows, self.names = state, rows, names
+
+  def clear(self) -> None:
+    """Lets them go."""
+    self.put(None, None, {})
 
 
 class Kept:

@@ -58,7 +58,7 @@ class Prefill:
   def _at_once(self, chosen: list[int], width: int) -> Prefilled:
     waiting, N = self._waiting, power(len(chosen), self._unit)
     tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
-    seen = image_tokens.empty(self._layout, N, width, waiting.most_images)
+    seen = image_tokens.empty(self._layout, N, width, waiting.most_images, waiting.frames)
     for n, prompt in enumerate(chosen):
       ids = waiting.prompts[prompt]
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)

@@ -43,7 +43,7 @@ from trainer.generate import beginnings, decoding, image_tokens
 from trainer.generate.buckets import power
 from trainer.generate.completion import Completion, More, Request, collect, joined
 from trainer.generate.decoding import Chunk, State
-from trainer.generate.kept import Kept, KeptText
+from trainer.generate.kept import Held, Kept, KeptText
 from trainer.generate.prefill import Prefill
 from trainer.generate.sampling import Options
 from trainer.generate.slots import MIN_SLOTS, NO_ROWS, Rows, Sizes, Texts, Waiting
@@ -123,15 +123,16 @@ class Sampler:
     waiting, shards = Waiting(texts, request.in_order, self.prefill_chunk), self._shards
     prefill = Prefill(self._program, image_tokens.layout_of(self.model), params, waiting, self.prefill_tokens, shards,
                       request.kept)
-    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, texts, self.chunk,
-                self._in_pages(len(waiting), texts.longest))
+    state, rows = self._first_rows(texts, waiting, request.held)
+    if request.held is not None:
+      request.held.clear()
     stop_ids = sorted(set(request.stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
     automaton = NOTHING if stop is None else stop.automaton
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
-    state, read = self._program("empty", rows.sizes)(), self._program("prepare")(params)
+    read = self._program("prepare")(params)
     of_prompts: dict[int, np.ndarray] = {}  # their experts, where these are recorded
     sampled: dict[tuple[int, int], list[Completion]] = {}  # parts of texts that are to be kept
     while not request.until():
@@ -186,6 +187,8 @@ class Sampler:
         rows.counts[row] = chunk.counts_B[row]
         if reason:
           rows.end(row)
+    if request.held is not None and any(rows.owners):
+      request.held.put(state, rows, {waiting.name(*rows.owners[row], rows.counts[row]): row for row in rows.busy()})
 
   def _texts(self, prompts: Sequence[Sequence[int] | np.ndarray], request: Request) -> Texts:
     """What is asked for, checked; see `stream`."""
@@ -204,6 +207,23 @@ class Sampler:
             for ids, part in zip(prompts, shown, strict=True)]
     keep = [True] * len(prompts) if request.keep is None else list(request.keep)
     return Texts(prompts, shown, samples, limits.tolist(), seeds, begun, kept, keep)
+
+  def _first_rows(self, texts: Texts, waiting: Waiting, held: Held | None) -> tuple[State, Rows]:
+    """Rows to begin with; those that are held and have a text of this request have it already."""
+    units = {} if held is None else waiting.known(held.names)
+    if not units:
+      rows = Rows(min(self.rows, power(len(waiting), self._shards)), self._shards, texts, self.chunk,
+                  self._in_pages(len(waiting), texts.longest))
+      return self._program("empty", rows.sizes)(), rows
+    state, rows = held.state, held.rows
+    before, busy = rows.sizes, rows.busy()
+    rows.go_on(texts, units)
+    rows.grow(len(waiting), self.rows)
+    if rows.sizes != before or len(units) < len(busy):
+      kept, pages = rows.grown(before)
+      free = np.array([owner is None for owner in rows.owners])
+      state = self._program("resize", before, rows.sizes)(state, np.where(free, before.rows, kept), pages)
+    return state, rows
 
   def _share(self, texts: Texts, params: Any, shared: beginnings.Beginnings, kept: Kept | None) -> None:
     """Runs what prompts that go on from no text have in common; they go on from there. None of them has images."""

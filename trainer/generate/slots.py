@@ -4,7 +4,7 @@ import hashlib
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,6 +169,15 @@ class Rows:
     if self._pages is not None:
       self._pages.take_back(row)
 
+  def go_on(self, texts: Texts, units: Mapping[int, tuple[int, int]]) -> None:
+    """The texts of another request take the place of those before; `units` are those that are in rows already."""
+    for row in self.busy():
+      if row not in units:
+        self.end(row)
+    self.owners = [units.get(row) for row in range(len(self.owners))]
+    self._prompt_lengths, self._limits, self._begun = [], [], []
+    self.add(texts)
+
   def grow(self, waiting: int, most: int) -> None:
     """Adds rows, up to so many in all, where more texts wait than are free."""
     missing = min(most, power(len(self.busy()) + waiting, self._unit)) - len(self.owners)
@@ -262,7 +271,7 @@ class Waiting:
     self.limits, self.begun, self._hashes = list[int](), list[int](), list[Any]()
     self.kept, self.keep, self.reused = list[KeptText | None](), list[bool](), list[int]()
     self._units, self._next, self.prefilled, self._ready = list[tuple[int, int]](), 0, Prefilled(), 0
-    self._in_order, self.chunk, self.most_images = in_order, chunk, 0
+    self._in_order, self.chunk, self.most_images, self.frames = in_order, chunk, 0, 1
     self.add(texts)
 
   def add(self, texts: Texts) -> None:
@@ -278,12 +287,11 @@ class Waiting:
     self.keep += texts.keep
     # Of a prompt, rounded up too.
     self.most_images = max(self.most_images, image_tokens.slots(max(len(part.images) for part in texts.shown)))
+    self.frames = max(self.frames, *(part.frames for part in texts.shown))
     order = list(range(first, len(self.prompts)))
     if not self._in_order:
       order.sort(key=lambda i: (self.kept[i] is None, -len(self.prompts[i])))
-    self._units += [(prompt, sample) for prompt in order for sample in texts.samples[prompt - first]]
-    lengths = [self.piece(prompt) for prompt, _ in self._units]
-    self._longest = list(itertools.accumulate(reversed(lengths), max))[::-1]  # from each unit on
+    self._wait([*self._units, *((prompt, sample) for prompt in order for sample in texts.samples[prompt - first])])
     # Of what a prompt was before its completions began: what is drawn does not depend on where they were left off.
     hashes = [hashlib.blake2b(f"{seed}:".encode() + ids[:len(ids) - n].tobytes(), digest_size=8)
               for seed, ids, n in zip(texts.seeds, texts.prompts, texts.begun, strict=True)]
@@ -296,6 +304,27 @@ class Waiting:
 
   def __len__(self) -> int:
     return len(self._units) - self._next
+
+  def _wait(self, units: list[tuple[int, int]]) -> None:
+    """These have no row; those that had none before are the first of them."""
+    self._units = units
+    lengths = [self.piece(prompt) for prompt, _ in units]
+    self._longest = list(itertools.accumulate(reversed(lengths), max))[::-1]  # from each unit on
+
+  def known(self, names: Mapping[tuple[bytes, int, int], int]) -> dict[int, tuple[int, int]]:
+    """{row: (prompt, sample) of the completion that it has}, by `name`; they do not wait any more."""
+    found = {}
+    for unit in self._units:
+      row = names.get(self.name(*unit, self.begun[unit[0]]))
+      if row is not None:
+        found[row] = unit
+    gone = set(found.values())
+    self._wait([unit for unit in self._units if unit not in gone])
+    return found
+
+  def name(self, prompt: int, sample: int, count: int) -> tuple[bytes, int, int]:
+    """What a completion with so many tokens is known by in another request."""
+    return self.key(prompt, sample).tobytes(), int(count), self.limits[prompt]
 
   def kept_length(self, prompt: int) -> int:
     """Tokens of a prompt that need not be run."""

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from input_pipeline.tokenizer.tokenizer import begins_with
 from models.hf import files
 from trainer import startup
 from trainer.config import checks as config_checks
 from trainer.distributed import mesh as mesh_lib
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError
 from trainer.generate import command as generate
 
 # Of a model whose config does not say how long texts may be.
@@ -128,9 +128,7 @@ def _manager(include_path: str | None) -> Any:
 
 
 def _define_flags() -> None:
-  flags.DEFINE_string("workdir", None, "A run's folder.")
-  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
-  flags.DEFINE_string("hf", None, "A Hugging Face folder, in place of a run.")
+  startup.define_model_flags()
   flags.DEFINE_list("tasks", None, "Tasks, groups or tags of lm_eval, separated by commas.")
   flags.DEFINE_integer("num_fewshot", None, "Examples before each question. Default: the task's.")
   flags.DEFINE_float("limit", None, "Questions of each task at most; below 1: that share of them.")
@@ -138,20 +136,15 @@ def _define_flags() -> None:
   flags.DEFINE_integer("batch_size", 16, "Texts at a time.", lower_bound=1)
   flags.DEFINE_integer("max_length", None, "Tokens that the model sees. Default: seq_len, or what the folder says.")
   flags.DEFINE_bool("apply_chat_template", False, "Put questions into the chat template.")
-  flags.DEFINE_string("template", None, "Chat template in place of the model's: a name, or a .jinja file.")
   flags.DEFINE_string("system_instruction", None, "System message of the chat template.")
   flags.DEFINE_bool("fewshot_as_multiturn", False, "With the chat template, examples are turns of the conversation.")
   flags.DEFINE_string("gen_kwargs", None, "Of generation, over the tasks': max_gen_toks=64,temperature=0.5.")
   flags.DEFINE_bool("log_samples", False, "Keep every question with its scores in --out.")
   flags.DEFINE_string("out", None, "A file for all results, as JSON.")
-  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
 
 
 def _run(given: Any) -> None:
-  if (given.workdir is None) == (given.hf is None):
-    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
-  if given.hf and given.step is not None:
-    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
+  generate.check_given(given)
   if not given.tasks:
     raise ConfigError("give --tasks, e.g. --tasks=arc_easy,hellaswag; `lm-eval ls tasks` lists them.")
   if given.out is not None and Path(given.out).is_dir():
@@ -180,8 +173,4 @@ def _run(given: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}; tasks are written --tasks=a,b")
-  startup.keep_compiled_programs()
-  with startup.one_message(ConfigError, DataError, OSError):
-    _run(flags.FLAGS)
+  startup.run_given(argv, _run, "tasks are written --tasks=a,b")

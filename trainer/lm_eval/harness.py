@@ -20,8 +20,8 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
-from input_pipeline.batches import check_ids, empty_batch
-from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
+from input_pipeline.batches import check_ids
+from trainer.distributed.mesh import batch_sharding, check_batch, place
 from trainer.errors import ConfigError
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
@@ -142,18 +142,15 @@ class Harness(TemplateLM):
     """Of each (input, tokens that are scored), with each of its last targets."""
     B, K = self.batch_size, power(max(map(len, last)), 1)
     T = min(bucket(len(part[0][0]), MIN_LENGTH), self.max_length)
-    batch = empty_batch(B, T, self._texts.pad_id) | image_tokens.empty(self._layout, B, T, image_tokens.slots(0))
+    shown = [image_tokens.of_text(self._layout, ids, (), len(ids) + 1 - count, "a request") for ids, count in part]
+    batch = image_tokens.batch_of_texts(self._layout, B, T, self._texts.pad_id, [ids for ids, _ in part], shown)
     targets_BxT, last_BxK = np.zeros((B, T), np.int32), np.zeros((B, K), np.int32)
     for row, ((ids, count), some) in enumerate(zip(part, last, strict=True)):
       size = len(ids)
-      batch["tokens"][row, :size], batch["positions"][row, :size] = ids, np.arange(size)
-      batch["segment_ids"][row, :size], batch["loss_weights"][row, size - count:size] = 1, 1
+      batch["loss_weights"][row, size - count:size] = 1
       targets_BxT[row, :size - 1], last_BxK[row, :len(some)] = ids[1:], some
-      context = size + 1 - count
-      image_tokens.put(self._layout, batch, image_tokens.of_text(self._layout, ids, (), context, "a request"), row)
     batch = check_ids(batch, self._model.vocab_size) | dict(targets=targets_BxT, last_targets=last_BxK)
-    placed = place_batch(lambda rows: {key: values[rows] for key, values in batch.items()}, B, self._sharding)
-    values_BxKx2 = np.asarray(self._score(self.params, placed), np.float64)
+    values_BxKx2 = np.asarray(self._score(self.params, place(batch, self._sharding)), np.float64)
     for values_Kx2, some in zip(values_BxKx2, last, strict=False):
       yield [(float(total), bool(greedy > 0.5)) for total, greedy in values_Kx2[:len(some)]]
 

@@ -101,8 +101,7 @@ class Fixture:
 
   def placed(self, batch: Mapping[str, np.ndarray], mesh: Any) -> dict[str, jax.Array]:
     """A batch on its devices."""
-    return mesh_lib.place_batch(lambda at: {key: part[at] for key, part in batch.items()}, len(batch["tokens"]),
-                                mesh_lib.batch_sharding(mesh))
+    return mesh_lib.place(batch, mesh_lib.batch_sharding(mesh))
 
   def hidden(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """Hidden states [B, T, D]."""
@@ -112,8 +111,9 @@ class Fixture:
       return np.asarray(self._hidden(self.place(self.params, self.mesh), dict(batch)))
 
   def other_token(self, tokens: np.ndarray) -> np.ndarray:
-    """Another id for each, none of which stands for an image."""
-    ids = np.setdiff1d(np.arange(self.model.num_real_vocab), [image_token(self.config)])
+    """Another id for each, none of which stands for an image or a film."""
+    held = [image_token(self.config), self.config.model.vision.video.token or -1]
+    ids = np.setdiff1d(np.arange(self.model.num_real_vocab), held)
     return ids[(np.searchsorted(ids, tokens) + 1) % len(ids)].astype(tokens.dtype)
 
 

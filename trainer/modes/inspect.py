@@ -30,6 +30,7 @@ from trainer.distributed import processes
 from trainer.generate import image_tokens
 from trainer.report import pages
 from trainer.rollouts import reward_pool
+from trainer.telemetry import terminal
 from trainer.telemetry.terminal import BOLD, DIM, OFF, PARTLY, TRAINED, say
 
 ROWS = 3
@@ -94,7 +95,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
     shown = InspectedRows([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],
                   [""] * len(batch["tokens"]),
                   [row_images(batch, row, image_tokens.layout_of(model)) for row in range(len(batch["tokens"]))],
-                  "The first rows.", loader.format_stats(data.stats()),
+                  "The first rows.", terminal.stats(data.stats()),
                   data.document_lengths())
   parameters = parameter_table(model.abstract_params(), mesh, resolved.sharding_rules)
 
@@ -130,7 +131,7 @@ def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Inspec
           f"{', '.join(judged)} and serve {r.updates * r.epochs} step(s). What is sampled is trained, prompts are not.")
   lengths = np.array([len(item.prompt.ids) for item in prompts.every_item()])
   images = [{1: item.prompt.images} for item in items]
-  return InspectedRows(tokens, captions, images, lead, loader.format_stats(prompts.stats()), lengths)
+  return InspectedRows(tokens, captions, images, lead, terminal.stats(prompts.stats()), lengths)
 
 
 def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:

@@ -28,11 +28,9 @@ import jax
 import jax.numpy as jnp
 
 from trainer import tree as tree_lib
-from trainer.errors import ConfigError
 
 Tree = dict[str, Any]
 
-FORMS = ("float32", "bfloat16", "int8")
 # Trees of an optimizer's state that are averages of gradients, and of their squares.
 FIRST, SECOND = ("mu", "trace"), ("nu",)
 # Added to the name of a tree: the exponents of its rows.
@@ -49,7 +47,7 @@ _MAX_EXPONENT = 253
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-  """How an optimizer's moments are kept: one of FORMS for first moments, one for second moments."""
+  """How an optimizer's first and second moments are kept: in float32, bfloat16 or int8."""
 
   first: str = "float32"
   second: str = "float32"
@@ -101,17 +99,10 @@ class Moments:
 
 
 def make_moments(precision: Any, seed: int) -> Moments:
-  """The `Moments` of the config section `precision`; None: float32.
-
-  Raises:
-    ConfigError: a form that is not known.
-  """
+  """The `Moments` of the config section `precision`; None: float32."""
   if precision is None:
     return Moments()
   first, second = precision.moments, precision.second_moments or precision.moments
-  for key, form in (("moments", first), ("second_moments", second)):
-    if form not in FORMS:
-      raise ConfigError(f"precision.{key} is {form!r}; allowed: {', '.join(FORMS)}.")
   return Moments(first, second, seed)
 
 

@@ -133,11 +133,11 @@ def swatch(number: int) -> Markup:
   return tag("span", class_=f"swatch l{number % 8}")
 
 
-def picture(image: np.ndarray) -> Markup:
+def picture(image: Any) -> Markup:
   """An image, uint8 [S, S, 3], within the page; small ones are enlarged without smoothing. Of squares [K, S, S, 3] the
-  last, which is all of the image."""
+  last, which is all of the image; of a film all frames from left to right."""
   from PIL import Image  # only where there are images
-  held, image = io.BytesIO(), np.asarray(image)
+  held, image = io.BytesIO(), np.asarray(image.picture() if hasattr(image, "picture") else image)
   image = image[-1] if image.ndim == 4 else image
   Image.fromarray(image).save(held, format="PNG", optimize=True)
   url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
@@ -206,13 +206,13 @@ class Card(NamedTuple):
 
   Attributes:
     title: a line above it.
-    images: uint8 [S, S, 3] each.
+    images: see `picture`.
     lines: (what it is, its text).
     right: whether it is right; None: nobody says.
   """
 
   title: str
-  images: Sequence[np.ndarray] = ()
+  images: Sequence[Any] = ()
   lines: Sequence[tuple[str, Any]] = ()
   right: bool | None = None
 

@@ -95,7 +95,7 @@ def message_of(message: dict) -> dict:
   content = message.get("content")
   if isinstance(content, list):
     parts = [_part_of(part) for part in content]
-    content = parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+    content = parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
   if not isinstance(message.get("role"), str) or not isinstance(content, str | list | None):
     raise protocol.BadRequest("messages: each has a role, a string, and a content, a string or a list of parts.")
   if isinstance(content, list) and message["role"] == "assistant":
@@ -114,7 +114,7 @@ def _part_of(part: Any) -> dict:
   kind = part.get("type") if isinstance(part, dict) else None
   if kind == "text" and isinstance(part.get("text"), str):
     return {"type": "text", "text": part["text"]}
-  if part == {"type": "image"}:  # of the prompt, which the agent was told so
+  if part in ({"type": "image"}, {"type": "video"}):  # of the prompt, which the agent was told so
     return part
   if kind != "image_url":
     raise protocol.BadRequest(f"messages: a content with parts of type {kind}; allowed here: text and image_url.")

@@ -163,9 +163,10 @@ class Ahead:
 
   def _next(self, params: Any, version: int, stopped: Callable[[], bool]) -> Callable[[], Rollout | None]:
     """What makes the next rollout."""
-    first = self._first_step
-    return functools.partial(self._producer.roll, schedule.Policies(params, version, self._newer),
-                             self._next_number(version), self._last, first, self._taken.at(first), stopped)
+    first, number = self._first_step, self._next_number(version)
+    kept = None if self._versions is None else self._versions[number].kept
+    return functools.partial(self._producer.roll, schedule.Policies(params, version, self._newer, kept), number,
+                             self._last, first, self._taken.at(first), stopped)
 
   def _timed(self, make: Callable[[], Rollout | None]) -> Rollout | None:
     self._began = time.perf_counter()

@@ -26,7 +26,7 @@ import numpy as np
 
 from models import hf, lora
 from trainer.distributed import processes
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 from trainer.generate.completion import Completion, More, Request
 from trainer.generate.sampler import Sampler
 
@@ -49,8 +49,7 @@ def check(config: Any) -> None:
     return
   if not c.engine.startswith(("http://", "https://")):
     raise ConfigError(f"rollout.engine is {c.engine!r}; allowed: the address of a server, e.g. http://127.0.0.1:8000.")
-  if c.engine_handover not in HANDOVERS:
-    raise ConfigError(f"rollout.engine_handover is {c.engine_handover!r}; allowed: {', '.join(HANDOVERS)}.")
+  one_of("rollout.engine_handover", c.engine_handover, HANDOVERS)
   if not c.engine_timeout_seconds > 0:
     raise ConfigError(f"rollout.engine_timeout_seconds is {c.engine_timeout_seconds}; it must be above 0.")
   for key in ("prefill_chunk", "kept_texts", "share_beginnings"):

@@ -174,14 +174,6 @@ class Together:
     self._answers.put((calls, answer))
 
 
-def together(calls: Sequence[Calls], functions: Sequence[Callable[[], Any]], most: int) -> list[Answer]:
-  """Makes a call of each environment, at most so many at the same time; see `Together.answers`."""
-  all_of = Together(most)
-  for one, function in zip(calls, functions, strict=True):
-    all_of.start(one, function)
-  return all_of.answers(calls)
-
-
 def _check_left() -> None:
   """Raises TooManyLeft if too many threads that were left behind stay, after a moment in which they may end."""
   until = time.monotonic() + GRACE_SECONDS

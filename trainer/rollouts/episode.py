@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from input_pipeline.chat.image_placeholders import PART_TYPES
+from input_pipeline.chat.image_parts import IMAGE_KIND, KINDS, PART_TYPES
 from input_pipeline.images.images import KEYS
 from input_pipeline.prompt_data import PromptItem
 from trainer.rollouts.environment_calls import Calls
@@ -177,7 +177,7 @@ class Playing:
     elif said is not None:
       # What is shown stands in `images`; its place is kept.
       said = [m if isinstance(m["content"], str) else {**m, "content": [
-          {"type": "image"} if part["type"] == "image" else part for part in m["content"]]} for m in said]
+          {"type": part["type"]} if part["type"] in KINDS else part for part in m["content"]]} for m in said]
       alone = not self.messages and len(said) == 1 and said[0]["role"] == "assistant"
       self.text += said[0]["content"] if alone else "".join(f"\n[{m['role']}] {_text(m['content'])}" for m in said)
       self.messages = self.messages + said
@@ -185,7 +185,7 @@ class Playing:
 
 def _told(part: Any) -> dict:
   """A part of a message as JSON has it: an image of Pillow or NumPy, or the bytes of a file, as a data URL."""
-  if not isinstance(part, dict) or part.get("type") not in PART_TYPES:
+  if not isinstance(part, dict) or PART_TYPES.get(str(part.get("type"))) != IMAGE_KIND:
     return part
   value = next((part[key] for key in KEYS if part.get(key) is not None), None)
   if isinstance(value, np.ndarray):

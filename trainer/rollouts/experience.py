@@ -24,6 +24,7 @@ import numpy as np
 from input_pipeline.batches import Arrays, empty_batch
 from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
 from input_pipeline.examples.routed import INDEX, NOBODY
+from input_pipeline.images.film_file import Shown
 from input_pipeline.packing import best_fit_decreasing
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
@@ -158,8 +159,8 @@ class RowFormat:
 
 
 def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Sequence[str] = (),
-               images: Mapping[int, Sequence[np.ndarray]] | None = None,
-               added: Mapping[int, Sequence[np.ndarray]] | None = None,
+               images: Mapping[int, Sequence[Shown]] | None = None,
+               added: Mapping[int, Sequence[Shown]] | None = None,
                of_tokens: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
@@ -209,7 +210,8 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   of_tokens = {name: values_n for name, values_n in (of_tokens or {}).items() if name in keys}
   shown = _shown(experience, rows, layout, images or {}, added or {})
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
-  batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
+  frames = max((part.frames for part in shown.values()), default=1)
+  batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most), frames)
   routed = experience.experts
   if form.routing is not None:
     batch[form.experts] = np.full((*zeros_BxT.shape, *form.routing), -1, np.int16)
@@ -313,7 +315,7 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
 
 
 def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
-           images: Mapping[int, Sequence[np.ndarray]], added: Mapping[int, Sequence[np.ndarray]]
+           images: Mapping[int, Sequence[Shown]], added: Mapping[int, Sequence[Shown]]
            ) -> dict[int, image_tokens.PromptImages]:
   """The images of each trajectory in the rows."""
   chosen = sorted(sequence for sequences in rows for sequence in sequences)

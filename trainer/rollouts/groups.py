@@ -201,7 +201,7 @@ def table(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSa
       for i, (episode, advantage) in enumerate(zip(group.episodes, advantages_G, strict=True))]
 
 
-def write(file: Path, rows: list[dict[str, Any]], images: list[Sequence[np.ndarray]], title: str) -> str:
+def write(file: Path, rows: list[dict[str, Any]], images: list[Sequence[Any]], title: str) -> str:
   """Writes the table of `table` to `file`.jsonl, and as a page with each group's images to `file`.html; returns the
   first of it as text."""
   file.parent.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,10 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.steps import Piece
 from trainer import strategies
 from trainer.distributed import processes
+from trainer.errors import ConfigError
 from trainer.generate.beginnings import Beginnings
 from trainer.generate.completion import Completion, More, Request, joined
-from trainer.generate.kept import Kept
+from trainer.generate.kept import Held, Kept
 from trainer.metrics import to_floats
 from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
@@ -72,7 +73,7 @@ class Rollout(NamedTuple):
     rates: of prompts after it (trainer/rollouts/curriculum.py); None: not measured.
     carried: groups that had begun when it was over, and go on in the next one.
     oldest: updates of the policy that sampled its oldest tokens; None: as `version`.
-    changes: of the policy while it was sampled (trainer/rollouts/schedule.py).
+    changes, kept: of the policy while it was sampled, and rows that were held (trainer/rollouts/schedule.py).
   """
 
   number: int
@@ -90,6 +91,7 @@ class Rollout(NamedTuple):
   carried: Sequence[Group] = ()
   oldest: int | None = None
   changes: Sequence[tuple[int, int]] = ()
+  kept: int = 0
 
   @property
   def end(self) -> int:
@@ -148,6 +150,8 @@ class Producer:
     c, self._seed, self._prompts = config.rollout, config.seed, prompts
     self._carries, self._max_staleness, self._kept_texts = c.carry_over, c.max_staleness, c.kept_texts
     self._shares = c.share_beginnings
+    # Where policies change within a text anyway, what goes on is not run again by a newer one.
+    self._held = Held() if c.carry_over and c.in_flight else None
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._strategy, mask_truncated = strategies.of(config), c.mask_truncated
     self._compares_all = True
@@ -192,7 +196,7 @@ class Producer:
     self._of_prompts: dict[str, int] = {}
     groups: list[ScoredGroup] = []
     replaced: list[ScoredGroup] = []
-    ages = Ages(version, first_step, size.every, size.size, self._max_staleness)
+    ages, kept = Ages(version, first_step, size.every, size.size, self._max_staleness), self._hold(policies.kept)
     carried = self._in_time([] if last is None else last.carried, ages, f"{self._seed}/{number}/anew")
     whole: list[Group] = []  # of those that were carried, and of others in their way
     before = drawn = 0 if last is None else last.drawn
@@ -227,15 +231,30 @@ class Producer:
     about |= policies.staleness(first_step)
     if carries:
       about |= carried_lib.metrics(whole, carried, ages)
+    if self._held is not None:
+      about["rollout/rows_held"] = float(kept)
     return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],
                    experience_lib.collect(samples.units), self._metrics(groups, replaced, samples) | about,
                    groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded, self._strategy.critic),
                    groups_lib.table(self.names, groups, samples), rates, carried,
-                   min((group.oldest for group in whole), default=None), policies.changes)
+                   min((group.oldest for group in whole), default=None), policies.changes, kept)
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
+    if self._held is not None:
+      self._held.clear()
     self.scorer.close()
+
+  def _hold(self, asked: int | None) -> int:
+    """How many rows go on from the rollout before; `asked`: see `Policies`."""
+    if not asked and asked is not None and self._held is not None:
+      self._held.clear()
+    found = 0 if self._held is None else len(self._held.names)
+    if asked is not None and asked != found:
+      raise ConfigError(f"rollout.schedule says that {asked} completions go on in their rows, and {found} are there: "
+                        "what they were run with is gone since this run was stopped. Follow the schedule from its "
+                        "start, without a stop, in another --workdir.")
+    return found
 
   def _in_time(self, carried: Sequence[Group], ages: Ages, seed: str) -> list[Group]:
     """Those that go on; what can no longer be trained on in time, the config having changed, begins anew."""
@@ -260,7 +279,7 @@ class Producer:
 
     def stream(prompts: list[np.ndarray], places: list[int], **options: Any) -> Iterator[tuple[Completion, int]]:
       options |= how | {key: [how[key][place] for place in places] for key in ("images", "prefixes") if key in how}
-      request = Request(**self._sampling, **options, beginnings=shared, newer=policies.look)
+      request = Request(**self._sampling, **options, beginnings=shared, held=self._held, newer=policies.look)
       for part in self.sampler.stream(policies.params, prompts, request):
         self._count(part, policies, bar)
         yield part, policies.version

@@ -7,7 +7,6 @@ completion is scored; they are in no checkpoint, but their fingerprint is.
 P prompts, G completions of each, K models; R rows of T tokens at a time.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,7 +137,7 @@ class RewardModel:
       chosen = order[start:start + most]
       R = buckets.power(len(chosen), shards)
       batch = _laid_out([texts[i] for i in chosen], R, buckets.bucket(len(texts[chosen[0]]), LENGTHS))
-      placed = mesh_lib.place_batch(functools.partial(_rows_of, batch), R, mesh_lib.batch_sharding(self._mesh))
+      placed = mesh_lib.place(batch, mesh_lib.batch_sharding(self._mesh))
       with mesh_lib.activation_rules(self._mesh, self._config.activation_rules):
         found[chosen] = np.asarray(self._scores(self._params, placed))[:len(chosen)]
     return found
@@ -153,10 +152,6 @@ class RewardModel:
     if was not in ("", self.fingerprint):
       raise ConfigError(f"{self._key}: {self._path} has the fingerprint {self.fingerprint}; the model that this run "
                         f"was trained with had {was}. Give that one, as it was.")
-
-
-def _rows_of(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
-  return {key: part[rows] for key, part in batch.items()}
 
 
 def _laid_out(texts: Sequence[np.ndarray], R: int, T: int) -> dict[str, np.ndarray]:

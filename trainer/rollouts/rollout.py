@@ -18,6 +18,7 @@ from absl import logging
 
 from input_pipeline.chat.image_placeholders import preprocess_of
 from input_pipeline.examples.routed import INDEX
+from input_pipeline.images.film_file import Shown
 from input_pipeline.images.images import to_pixels
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData
@@ -74,8 +75,8 @@ class Rollouts:
     self.fingerprint = self.past_fingerprint = prompts.fingerprint
     self.images_per_row, self.row_tokens, self.shapes_known = 0, None, False  # they follow from packing
     self._now: Rollout | None = None  # that is trained on
-    self._images: dict[int, Sequence[np.ndarray]] = {}  # those of its prompts, by their numbers
-    self._added: dict[int, list[np.ndarray]] = {}  # those that environments showed, by trajectories
+    self._images: dict[int, Sequence[Shown]] = {}  # those of its prompts, by their numbers
+    self._added: dict[int, list[Shown]] = {}  # those that environments showed, by trajectories
     self._preprocess = preprocess_of(config) if self._rows.layout else None
     self._old: np.ndarray | None = None  # see trainer/rollouts/old_policy.py
     self._returns = Returns(config.strategy) if self._strategy.critic else None
@@ -169,13 +170,13 @@ class Rollouts:
     of_each = [self._prompts.item(number).teacher for number in experience.numbers.tolist()]
     return np.repeat(np.array(of_each, np.int32), experience.lengths)
 
-  def _images_of(self, numbers: Iterable[int]) -> dict[int, Sequence[np.ndarray]]:
+  def _images_of(self, numbers: Iterable[int]) -> dict[int, Sequence[Shown]]:
     """{number of a prompt: its images}; none where the model sees none."""
     return {number: self._prompts.item(number).prompt.images for number in numbers} if self._rows.layout else {}
 
-  def _added_of(self, experience: Experience) -> dict[int, list[np.ndarray]]:
+  def _added_of(self, experience: Experience) -> dict[int, list[Shown]]:
     """{trajectory: the images that its environment showed}."""
-    found: dict[int, list[np.ndarray]] = {}
+    found: dict[int, list[Shown]] = {}
     for owner, data in experience.images:
       found.setdefault(owner, []).append(to_pixels(data, self._preprocess))
     return found
@@ -269,7 +270,7 @@ class Rollouts:
         self._look_back(run)
         self.metrics["time/old_logprobs"] = time.perf_counter() - began
     if jax.process_index() == 0 and self._is_ahead:
-      schedule.write(self._workdir, now.number, schedule.Sampled(now.version, now.changes), now.first_step)
+      schedule.write(self._workdir, now.number, schedule.Sampled(now.version, now.changes, now.kept), now.first_step)
     problem = self._problem(now)
     if jax.process_index() == 0 and (problem or self._logs_samples(run)):
       images = [self._images.get(number, ()) for number in now.groups]

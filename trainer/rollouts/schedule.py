@@ -17,11 +17,17 @@ NAME = "schedule.jsonl"
 
 
 class Sampled(NamedTuple):
-  """By which policies a rollout is sampled: `version`, the updates that the first has had, and `changes`, [(look, the
-  version from then on)]: before which chunk of its decoding steps, from 1 on, another took over."""
+  """By which policies a rollout is sampled.
+
+  Attributes:
+    version: the updates that the first has had.
+    changes: [(look, the version from then on)]: before which chunk of its decoding steps, from 1 on, another took over.
+    kept: rows that were held when it began, in which completions of the rollout before go on; 0: none was.
+  """
 
   version: int
   changes: Sequence[tuple[int, int]] = ()
+  kept: int = 0
 
 
 class Policies:
@@ -30,6 +36,7 @@ class Policies:
   Args:
     params, version: of the first.
     newer: `newer(look, version)`: (parameters, version) of one to go on with, or None. None: there never is one.
+    kept: how many rows are held, as a schedule says; None: those that are there.
 
   Attributes:
     params, version: of the one that samples now.
@@ -37,8 +44,9 @@ class Policies:
     tokens: how many each version has sampled.
   """
 
-  def __init__(self, params: Any, version: int, newer: Callable[[int, int], tuple[Any, int] | None] | None = None):
-    self.params, self.version, self._newer, self._looks = params, version, newer, 0
+  def __init__(self, params: Any, version: int, newer: Callable[[int, int], tuple[Any, int] | None] | None = None,
+               kept: int | None = None):
+    self.params, self.version, self.kept, self._newer, self._looks = params, version, kept, newer, 0
     self.changes: list[tuple[int, int]] = []
     self.tokens: Counter[int] = Counter()
 
@@ -66,6 +74,8 @@ def write(workdir: Path, number: int, sampled: Sampled, first_step: int) -> None
   line: dict[str, Any] = {"rollout": number, "policy": sampled.version, "update": first_step + 1}
   if sampled.changes:
     line["changes"] = list(sampled.changes)
+  if sampled.kept:
+    line["kept"] = sampled.kept
   with (workdir / NAME).open("a", encoding="utf-8") as file:
     file.write(json.dumps(line) + "\n")
 
@@ -87,7 +97,7 @@ def read(path: str | Path, max_staleness: int, in_flight: bool = True) -> dict[i
     try:
       row = json.loads(line)
       number, version, first = (int(row[key]) for key in ("rollout", "policy", "update"))
-      changes = [(int(look), int(newer)) for look, newer in row.get("changes", ())]
+      changes, kept = [(int(look), int(newer)) for look, newer in row.get("changes", ())], int(row.get("kept", 0))
     except (ValueError, KeyError, TypeError) as e:
       raise ConfigError(f"rollout.schedule {path}:{place}: {line[:80]!r} is no line of a {NAME}, such as "
                         '{"rollout": 3, "policy": 2, "update": 4}.') from e
@@ -102,5 +112,5 @@ def read(path: str | Path, max_staleness: int, in_flight: bool = True) -> dict[i
     if changes and not in_flight:
       raise ConfigError(f"rollout.schedule {path}:{place}: its policy changes within a rollout. Use "
                         "--config.rollout.in_flight=True.")
-    found[number] = Sampled(version, changes)
+    found[number] = Sampled(version, changes, kept)
   return found

@@ -8,10 +8,10 @@ other parameters of the same model. Needs starlette and uvicorn: pip install 'we
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from trainer import startup
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError
 
 
 def make_app(given: Any) -> Any:
@@ -31,13 +31,7 @@ def make_app(given: Any) -> Any:
   from trainer.serve.app import Server
   from trainer.serve.engine import Engine
 
-  if (given.workdir is None) == (given.hf is None):
-    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
-  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
-  if given.hf:
-    loaded = generate.load_folder(given.hf, mesh, template=given.template)
-  else:
-    loaded = generate.load_run(given.workdir, mesh, step=given.step, template=given.template)
+  loaded, mesh = generate.load(given)
   sys.stderr.write(f"{loaded.origin}\n")
 
   def reload(folder: str) -> tuple[Any, str]:
@@ -53,12 +47,17 @@ def make_app(given: Any) -> Any:
   return Server(engine, loaded, name, fingerprint(loaded.params), reload if given.hf else None).app()
 
 
+def _run(given: Any) -> None:
+  try:
+    import uvicorn
+  except ImportError as error:
+    raise ConfigError(f"{error}. python -m trainer.serve needs it: pip install 'weft[serve]'.") from error
+  uvicorn.run(make_app(given), host=given.host, port=given.port, log_level="warning")
+
+
 def _define_flags() -> None:
   """Only for the command."""
-  flags.DEFINE_string("workdir", None, "A run's folder.")
-  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
-  flags.DEFINE_string("hf", None, "A Hugging Face folder, in place of a run.")
-  flags.DEFINE_string("template", None, "Chat template in place of the model's: a name, or a .jinja file.")
+  startup.define_model_flags()
   flags.DEFINE_string("name", None, "Of the model, as responses tell it. Default: the folder.")
   flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all.")
   flags.DEFINE_integer("port", 8000, "Port to listen on.")
@@ -67,18 +66,8 @@ def _define_flags() -> None:
                        "steps of others; 0: each at once.", lower_bound=0)
   flags.DEFINE_integer("kept_texts", 0, "Conversations whose keys and values are kept when they have been answered, so "
                        "that of one that goes on only what is new is run.", lower_bound=0)
-  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
 
 
 def main(argv: list[str]) -> None:
   """Runs the command."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}")
-  startup.keep_compiled_programs()
-  with startup.one_message(ConfigError, DataError, OSError):
-    try:
-      import uvicorn
-    except ImportError as error:
-      raise ConfigError(f"{error}. python -m trainer.serve needs it: pip install 'weft[serve]'.") from error
-    given = flags.FLAGS
-    uvicorn.run(make_app(given), host=given.host, port=given.port, log_level="warning")
+  startup.run_given(argv, _run)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from input_pipeline.examples.embedded import ENDS
 from models.hf import sentence_transformers
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 from trainer.metrics import Mean
 from trainer.strategies import similarity
 from trainer.strategies.record import Strategy
@@ -130,8 +130,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   """Refuses options that cannot work."""
   del grad_accum_steps
   for key, allowed in (("loss", LOSSES), ("pooling", tuple(similarity.POOLINGS)), ("text_ends", ENDS)):
-    if cfg[key] not in allowed:
-      raise ConfigError(f"strategy.{key} is {cfg[key]!r}; allowed: {', '.join(allowed)}.")
+    one_of(f"strategy.{key}", cfg[key], allowed)
   if not 0 < cfg.temperature < float("inf"):
     raise ConfigError(f"strategy.temperature is {cfg.temperature}; it must be above 0.")
   if cfg.loss == "siglip" and cfg.symmetric:

@@ -16,6 +16,7 @@ B batch, T length, D hidden size of the student, E of the teacher, V vocabulary,
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +73,7 @@ def _forward(statics, beta, hidden_BxTxD, kernel_DxV, teacher_BxTxE, teacher_ExV
   normalisers = tuple(_logsumexp(*side) for side in sides)
 
   def body(sums, c):
-    logp, logq, logm = _log_probs(sides, normalisers, beta, c)[:3]
+    logp, logq, logm = _log_probs(sides, normalisers, beta, c)
     p_from_m = jnp.sum(jnp.exp(logp) * (logp - logm), axis=-1) if beta > 0 else 0.0
     q_from_m = jnp.sum(jnp.exp(logq) * (logq - logm), axis=-1) if beta < 1 else 0.0
     return (sums[0] + p_from_m, sums[1] + q_from_m), None
@@ -88,27 +89,39 @@ def _forward(statics, beta, hidden_BxTxD, kernel_DxV, teacher_BxTxE, teacher_ExV
 
 def _backward(statics, beta, residuals, gradient_BxT):
   hidden_BxTxD, kernel_DxV, teacher_BxTxE, teacher_ExV, normalisers, p_from_m = residuals
-  static = statics[0]
-  sides = (static, hidden_BxTxD, kernel_DxV), (statics[1], teacher_BxTxE, teacher_ExV)
+  sides = (statics[0], hidden_BxTxD, kernel_DxV), (statics[1], teacher_BxTxE, teacher_ExV)
 
-  def body(dhidden, c):
-    logp, logq, logm, kernel_DxW, z_BxTxW = _log_probs(sides, normalisers, beta, c)
+  def of_logits(z_BxTxW, c):
+    logp, logq, logm = _log_probs(sides, normalisers, beta, c, z_BxTxW)
     if beta == 0:
       dz = jnp.exp(logp) - jnp.exp(logq)
     else:
       dz = (1 - beta if beta < 1 else 1.0) * jnp.exp(logp) * (logp - logm - p_from_m[..., None])
-    dz = of_uncapped(static, dz * gradient_BxT[..., None] / static.temperature, z_BxTxW)
-    dz = dz.astype(hidden_BxTxD.dtype)
+    return dz * gradient_BxT[..., None]
+
+  return *gradients(statics[0], hidden_BxTxD, kernel_DxV, of_logits), None, None
+
+
+_divergence.defvjp(_forward, _backward)
+
+
+def gradients(static: Static, hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, of_logits: Callable
+              ) -> tuple[jax.Array, jax.Array]:
+  """Gradients of the hidden states and the kernel, from those of each chunk of the logits.
+
+  Args:
+    of_logits: (logits [B, T, W] of chunk c, c) -> their gradient, before the temperature and the cap.
+  """
+  def body(dhidden, c):
+    kernel_DxW = kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype)
+    z_BxTxW = logits_of(static, hidden_BxTxD, kernel_DxW, c)
+    dz = of_uncapped(static, of_logits(z_BxTxW, c) / static.temperature, z_BxTxW).astype(hidden_BxTxD.dtype)
     dhidden_c = cpu.einsum("...w,dw->...d", as_rows(dz), kernel_DxW).reshape(hidden_BxTxD.shape)
     return dhidden + dhidden_c, kernel_gradient(hidden_BxTxD, dz, KERNEL).astype(kernel_DxV.dtype)
 
   start = jnp.zeros(hidden_BxTxD.shape, jnp.float32)
   dhidden, dkernel_CxDxW = jax.lax.scan(body, start, jnp.arange(static.chunks))
-  dkernel_DxV = dkernel_CxDxW.transpose(1, 2, 0).reshape(kernel_DxV.shape)
-  return dhidden.astype(hidden_BxTxD.dtype), dkernel_DxV, None, None
-
-
-_divergence.defvjp(_forward, _backward)
+  return dhidden.astype(hidden_BxTxD.dtype), dkernel_CxDxW.transpose(1, 2, 0).reshape(kernel_DxV.shape)
 
 
 def _logsumexp(static: Static, hidden_BxTxD: jax.Array, kernel_DxV: jax.Array) -> jax.Array:
@@ -124,17 +137,16 @@ def _logsumexp(static: Static, hidden_BxTxD: jax.Array, kernel_DxV: jax.Array) -
   return top_BxT + jnp.log(total_BxT)
 
 
-def _log_probs(sides: Any, normalisers: tuple[jax.Array, jax.Array], beta: float, c: jax.Array):
-  """(log p, log q, log m, the student's part of the unembedding, its logits) of chunk c, [B, T, W]; m is p for β = 0
-  and q for β = 1."""
-  (static, hidden, kernel), (their_static, their_hidden, their_kernel) = sides
-  kernel_DxW = kernel_chunk(static, kernel, c, hidden.dtype)
-  z_BxTxW = logits_of(static, hidden, kernel_DxW, c)
-  their_kernel_ExW = kernel_chunk(their_static, their_kernel, c, their_hidden.dtype)
-  teacher_BxTxW = logits_of(their_static, their_hidden, their_kernel_ExW, c)
+def _log_probs(sides: Any, normalisers: tuple[jax.Array, jax.Array], beta: float, c: jax.Array,
+               logits: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """(log p, log q, log m) of chunk c, [B, T, W]; m is p for β = 0 and q for β = 1. `logits`: the student's, if they are
+  there."""
+  z_BxTxW, teacher_BxTxW = (
+      logits_of(static, hidden, kernel_chunk(static, kernel, c, hidden.dtype), c) if there is None else there
+      for (static, hidden, kernel), there in zip(sides, (logits, None), strict=True))
   logp, logq = z_BxTxW - normalisers[0][..., None], teacher_BxTxW - normalisers[1][..., None]
   if beta in (0.0, 1.0):
     logm = logq if beta else logp
   else:
     logm = jnp.logaddexp(logp + math.log1p(-beta), logq + math.log(beta))
-  return logp, logq, logm, kernel_DxW, z_BxTxW
+  return logp, logq, logm

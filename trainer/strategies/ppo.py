@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 from trainer.strategies import critic, grpo, presets, sequences
 from trainer.strategies.record import OF_CRITIC, OF_ROLLOUTS, Strategy
 
@@ -134,7 +134,7 @@ def fill_in(config: ConfigDict) -> list[str]:
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   """Refuses options that cannot work. Keys are read only where they have an effect. Raises ConfigError."""
   del grad_accum_steps
-  presets.one_of(cfg, "aggregate", AGGREGATES)
+  one_of("strategy.aggregate", cfg.aggregate, AGGREGATES)
   for key in ("gamma", "gae_lambda"):
     if not 0 <= cfg[key] <= 1:
       raise ConfigError(f"strategy.{key} is {cfg[key]}; it must be from 0 to 1.")
@@ -146,7 +146,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   presets.check_bounds(cfg)
   presets.check_common(cfg)
   if cfg.kl_coef > 0:
-    presets.one_of(cfg, "kl_in", KL_IN)
+    one_of("strategy.kl_in", cfg.kl_in, KL_IN)
     presets.check_divergence(cfg, in_loss=cfg.kl_in == "loss")
   sequences.check_noise(cfg, cfg_model)
 

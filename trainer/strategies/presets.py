@@ -10,7 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from input_pipeline.examples import advantages
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 from trainer.strategies import sequences
 
 RATIOS = ("token", "sequence")
@@ -153,7 +153,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
   """
   for key, allowed in (("preset", tuple(PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
                        ("aggregate", AGGREGATES)):
-    one_of(cfg, key, allowed)
+    one_of(f"strategy.{key}", cfg[key], allowed)
   if problem := advantages.mismatch(cfg.baseline, cfg.scale):
     raise ConfigError(f"strategy: {problem}")
   _check_clip(cfg)
@@ -167,7 +167,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
 
 def check_common(cfg: Any) -> None:
   """Refuses values of options that all strategies on rewards have. Raises ConfigError."""
-  one_of(cfg, "correction", CORRECTIONS)
+  one_of("strategy.correction", cfg.correction, CORRECTIONS)
   if cfg.correction != "none" and not 0 <= cfg.correction_min <= 1 <= cfg.correction_max:
     raise ConfigError(f"strategy.correction_min is {cfg.correction_min}, correction_max {cfg.correction_max}; they "
                       "bound p_old / q, which is 1 where trainer and sampler agree: the one must be from 0 to 1, the "
@@ -178,12 +178,6 @@ def check_common(cfg: Any) -> None:
   for key in ("kl_coef", "entropy_coef"):
     if not 0 <= cfg[key] < math.inf:
       raise ConfigError(f"strategy.{key} is {cfg[key]}; it must be a number from 0 on.")
-
-
-def one_of(cfg: Any, key: str, allowed: tuple[str, ...]) -> None:
-  """Refuses a value that is not allowed. Raises ConfigError."""
-  if cfg[key] not in allowed:
-    raise ConfigError(f"strategy.{key} is {cfg[key]!r}; allowed: {', '.join(allowed)}.")
 
 
 def _check_clip(cfg: Any) -> None:
@@ -209,7 +203,7 @@ def check_bounds(cfg: Any) -> None:
 
 def check_divergence(cfg: Any, in_loss: bool = True) -> None:
   """Refuses a penalty that cannot be, a term of the loss or part of the reward. Raises ConfigError."""
-  one_of(cfg, "kl", ESTIMATORS)
+  one_of("strategy.kl", cfg.kl, ESTIMATORS)
   if in_loss and cfg.kl == "k1" and not cfg.kl_corrected:
     raise ConfigError("strategy.kl is 'k1' without kl_corrected: its gradient as a loss, that of log p, is 0 in "
                       "expectation. Use --config.strategy.kl_corrected=True, or kl='k2' or 'k3'.")

@@ -99,11 +99,6 @@ def in_segment(batch: Mapping[str, jax.Array]) -> jax.Array:
   return batch["segment_ids"][:, :, None] == jnp.arange(1, batch["segment_roles"].shape[1] + 1)
 
 
-def sequence_logps(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-  """Log-probabilities of the completions, sums over their tokens, [B, S] float32; without dropout."""
-  return segment_sums(token_logprobs(model, params, batch), batch)
-
-
 def check_noise(cfg: Any, cfg_model: Any) -> None:
   """Refuses dropout and noise that `disable_dropout` leaves without effect; raises ConfigError."""
   if cfg_model is None or not cfg.disable_dropout:

@@ -18,12 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import cpu
-from models.sharding.linear import kernel_gradient
-from models.sharding.logical_axes import as_rows
 from trainer.strategies import logprobs
-from trainer.strategies.divergence import Side
-from trainer.strategies.logprobs import KERNEL, UNREAL, Static, kernel_chunk, logits_of, of_uncapped
+from trainer.strategies.divergence import Side, gradients
+from trainer.strategies.logprobs import UNREAL, Static, kernel_chunk, logits_of
 
 
 def most_probable(side: Side, k: int, *, chunk: int, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
@@ -103,19 +100,11 @@ def _forward(static, hidden_BxTxD, kernel_DxV, ids_BxTxK):
 def _backward(static, residuals, gradient_BxTxK1):
   hidden_BxTxD, kernel_DxV, ids_BxTxK, rest_BxT = residuals
 
-  def body(dhidden, c):
-    kernel_DxW = kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype)
-    z_BxTxW = logits_of(static, hidden_BxTxD, kernel_DxW, c)
+  def of_logits(z_BxTxW, c):
     dz = gradient_BxTxK1[..., -1:] * jnp.exp(jnp.minimum(z_BxTxW - rest_BxT[..., None], 0.0))
-    dz = _put(dz, _places(static, ids_BxTxK, z_BxTxW.shape[-1], c), gradient_BxTxK1[..., :-1]) / static.temperature
-    dz = of_uncapped(static, dz, z_BxTxW).astype(hidden_BxTxD.dtype)
-    dhidden_c = cpu.einsum("...w,dw->...d", as_rows(dz), kernel_DxW).reshape(hidden_BxTxD.shape)
-    return dhidden + dhidden_c, kernel_gradient(hidden_BxTxD, dz, KERNEL).astype(kernel_DxV.dtype)
+    return _put(dz, _places(static, ids_BxTxK, z_BxTxW.shape[-1], c), gradient_BxTxK1[..., :-1])
 
-  start = jnp.zeros(hidden_BxTxD.shape, jnp.float32)
-  dhidden, dkernel_CxDxW = jax.lax.scan(body, start, jnp.arange(static.chunks))
-  dkernel_DxV = dkernel_CxDxW.transpose(1, 2, 0).reshape(kernel_DxV.shape)
-  return dhidden.astype(hidden_BxTxD.dtype), dkernel_DxV, None
+  return *gradients(static, hidden_BxTxD, kernel_DxV, of_logits), None
 
 
 _bucket_logits.defvjp(_forward, _backward)

@@ -155,15 +155,10 @@ def _define_flags() -> None:
   flags.DEFINE_bool("gather", False, "Start no run: the table of what there is.")
   flags.DEFINE_bool("slurm", False, "Hand the runs to Slurm, as an array of tasks.")
   flags.DEFINE_multi_string("sbatch", [], "With --slurm, an option of sbatch. May be repeated.")
-  flags.DEFINE_string("array", None, "Of a task of Slurm: the file of the array, and with --index the run that it is.")
-  flags.DEFINE_integer("index", None, "See --array.")
 
 
 def _run(given: Any, rest: Sequence[str]) -> int:
   """Returns the exit code."""
-  if given.array is not None:
-    run = sweep_slurm.task(Path(given.array), -1 if given.index is None else given.index)
-    sweep_slurm.become(run)
   if invalid := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
     raise ConfigError(f"unexpected argument {invalid[0]!r}; overrides for all runs are written --config.key=value.")
   if given.config is None or given.workdir is None:

@@ -35,8 +35,6 @@ from trainer.errors import ConfigError
 BUILT_IN = {"wandb": "trainer.telemetry.trackers.WandbWriter", "mlflow": "trainer.telemetry.trackers.MlflowWriter"}
 # Rows that may wait for a logger; where so many do, a new one is lost.
 WAITING = 1000
-# Seconds between two tries of the same row.
-PAUSES = (1.0, 4.0)
 # Seconds that the end of a run waits for a logger, and the end of a run that failed.
 CLOSE_SECONDS, EXIT_SECONDS = 60.0, 10.0
 # Arguments that would end up in config.json, which is shown around; and passwords in an address.
@@ -166,16 +164,16 @@ def _refuse_secrets(name: str, arguments: dict[str, Any]) -> None:
 class Guarded:
   """A logger that can neither stop the run nor make it wait: what it is given is handed to a thread that writes.
 
-  A row whose writing fails is tried again after 1 s and 4 s, and then lost; after that rows are tried once each until
-  one is written. Where WAITING rows wait, a new one is lost. Losses are counted and told by warnings: the 1st, 2nd,
-  4th, 8th, … and the sum at the end. `close` waits CLOSE_SECONDS at most.
+  A row whose writing fails is lost: W&B and MLflow themselves try again. So is a new one where WAITING wait. Losses
+  are counted and told by warnings: the 1st, 2nd, 4th, 8th, … and the sum at the end. `close` waits CLOSE_SECONDS at
+  most.
   """
 
   def __init__(self, name: str, writer: Any):
     self.name, self.writer, self.rows, self.lost = name, writer, 0, 0
-    self._failing, self._unknown = False, set()
+    self._unknown: set[str] = set()
     self._queue: queue.Queue = queue.Queue(WAITING)
-    self._lock, self._ending = threading.Lock(), threading.Event()
+    self._lock = threading.Lock()
     self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
     self._thread.start()
     # For runs that end by an error. Registered after the logger has started, and so called before its own such hooks.
@@ -198,7 +196,6 @@ class Guarded:
 
   def _end(self, how: str, seconds: float) -> None:
     atexit.unregister(self._end)
-    self._ending.set()  # no more pauses
     until = time.monotonic() + seconds
     with contextlib.suppress(queue.Full):
       self._queue.put((how, ()), timeout=seconds)
@@ -224,27 +221,17 @@ class Guarded:
         self._call(method, function, args)
 
   def _call(self, method: str, function: Callable, args: tuple) -> None:
-    writes, why = method.startswith("write"), ""
-    for pause in (*(() if self._failing or not writes else PAUSES), None):
-      try:
-        function(*args)
-        if writes and self._failing:
-          logging.warning("Logger %r works again, from step %d on; %d rows are lost.", self.name, args[0], self.lost)
-          self._failing = False
-        return
-      except NotImplementedError:  # as several writers of clu say of texts
-        self._unknown.add(method)
-        logging.info("Logger %r has no %s.", self.name, method)
-        return
-      except Exception as e:
-        why = f"{type(e).__name__}: {str(e)[:300]!r}"
-      if pause is not None:
-        self._ending.wait(pause)
-    if writes:
-      self._failing = True
-      self._lose(f"step {args[0]}: {why}")
-    else:
-      logging.warning("Logger %r: %s failed: %s", self.name, method, why)
+    try:
+      function(*args)
+    except NotImplementedError:  # as several writers of clu say of texts
+      self._unknown.add(method)
+      logging.info("Logger %r has no %s.", self.name, method)
+    except Exception as e:
+      why = f"{type(e).__name__}: {str(e)[:300]!r}"
+      if method.startswith("write"):
+        self._lose(f"step {args[0]}: {why}")
+      else:
+        logging.warning("Logger %r: %s failed: %s", self.name, method, why)
 
   def _lose(self, why: str) -> None:
     with self._lock:

@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
 # What is coloured in its background says something by it.
@@ -36,3 +37,12 @@ def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
   return "\n".join("  ".join(cell.ljust(width) if place in left else cell.rjust(width)
                              for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
                    for row in rows)
+
+
+def stats(rows: Sequence[Mapping[str, Any]]) -> str:
+  """The statistics of data, a row a source, as a table."""
+
+  def show(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+  return table([list(rows[0]), *([show(value) for value in row.values()] for row in rows)])

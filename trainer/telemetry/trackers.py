@@ -143,8 +143,7 @@ class MlflowWriter:
   @classmethod
   def check(cls, where: str, arguments: dict[str, Any]) -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # A call then fails after one minute instead of four; trainer/telemetry/loggers.py tries again, and tells what is
-    # lost.
+    # A call then fails after one minute instead of four; trainer/telemetry/loggers.py tells what is lost.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # else a line for each retry
     _package(where, "mlflow")

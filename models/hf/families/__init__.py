@@ -5,47 +5,39 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.hf.errors import HFError
-from models.hf.families.apertus import APERTUS
-from models.hf.families.arcee import ARCEE
-from models.hf.families.cohere import COHERE
-from models.hf.families.cohere2 import COHERE2
-from models.hf.families.deepseek_v2 import DEEPSEEK_V2
-from models.hf.families.deepseek_v3 import DEEPSEEK_V3
+from models.hf.families.cohere import COHERE, COHERE2
+from models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1
 from models.hf.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
-from models.hf.families.dots1 import DOTS1
-from models.hf.families.ernie4_5 import ERNIE4_5
-from models.hf.families.exaone4 import EXAONE4
-from models.hf.families.gemma import GEMMA
-from models.hf.families.gemma2 import GEMMA2
-from models.hf.families.gemma3 import GEMMA3
+from models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from models.hf.families.gemma3_images import GEMMA3_IMAGES
 from models.hf.families.gemma3n import GEMMA3N
 from models.hf.families.gemma4 import GEMMA4
 from models.hf.families.gemma4_images import GEMMA4_IMAGES
-from models.hf.families.glm import GLM
-from models.hf.families.glm4 import GLM4
-from models.hf.families.glm4_moe import GLM4_MOE
-from models.hf.families.glm4_moe_lite import GLM4_MOE_LITE
+from models.hf.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.gpt_oss import GPT_OSS
-from models.hf.families.granite import GRANITE, GRANITEMOE
-from models.hf.families.granite4 import GRANITE4
-from models.hf.families.helium import HELIUM
-from models.hf.families.hunyuan import HUNYUAN_V1_DENSE
-from models.hf.families.llama import LLAMA
+from models.hf.families.granite import GRANITE, GRANITE4, GRANITEMOE
+from models.hf.families.llama import (
+  APERTUS,
+  ARCEE,
+  ERNIE4_5,
+  HELIUM,
+  HUNYUAN_V1_DENSE,
+  LLAMA,
+  NEMOTRON,
+  PHI3,
+  SEED_OSS,
+  SMOLLM3,
+  STABLELM,
+  STARCODER2,
+)
 from models.hf.families.llama4 import LLAMA4
 from models.hf.families.llava import LLAVA
-from models.hf.families.minimax_m2 import MINIMAX_M2
-from models.hf.families.ministral3 import MINISTRAL3
-from models.hf.families.mistral import MISTRAL
+from models.hf.families.mistral import MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
 from models.hf.families.mistral3 import MISTRAL3
-from models.hf.families.mixtral import MIXTRAL
-from models.hf.families.nemotron import NEMOTRON
 from models.hf.families.nemotron_h import NEMOTRON_H
-from models.hf.families.olmo2 import OLMO2
-from models.hf.families.olmo3 import OLMO3
+from models.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from models.hf.families.paligemma import PALIGEMMA
-from models.hf.families.phi3 import PHI3
 from models.hf.families.pixtral import PIXTRAL
 from models.hf.families.qwen2 import QWEN2
 from models.hf.families.qwen2_5_vl import QWEN2_5_VL
@@ -57,11 +49,7 @@ from models.hf.families.qwen3_5_vl import QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES
 from models.hf.families.qwen3_moe import QWEN3_MOE
 from models.hf.families.qwen3_next import QWEN3_NEXT
 from models.hf.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
-from models.hf.families.seed_oss import SEED_OSS
-from models.hf.families.smollm3 import SMOLLM3
 from models.hf.families.smolvlm import IDEFICS3, SMOLVLM
-from models.hf.families.stablelm import STABLELM
-from models.hf.families.starcoder2 import STARCODER2
 from models.hf.family import Family
 from models.hf.images import Wrapper
 from models.hf.source import each

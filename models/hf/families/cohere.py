@@ -1,14 +1,19 @@
-"""Cohere (Command R, Aya 23): attention and MLP in parallel after one LayerNorm, and a factor on logits."""
+"""Cohere's Command R, R+ and R7B, and Aya."""
 
 from models.hf.families import common
+from models.hf.families.common import head_size
+from models.hf.families.gemma import sliding_window, write_window
 from models.hf.family import Family
-from models.hf.keys import Key, Must
+from models.hf.keys import Key, LayerTypes, Must, Rule
 from models.hf.rope import Rope
+from models.hf.source import Source
+
+# ----------------------------------------------------------------------------------------------
+# Cohere (Command R, Aya 23): attention and MLP in parallel after one LayerNorm, and a factor on logits.
 
 COHERE_KEYS = (
-    *common.SIZES, common.WIDTH, common.SILU, common.TIED, common.ATTENTION_BIAS,
+    *common.SIZES, common.WIDTH, common.SILU, common.TIED, common.ATTENTION_BIAS, common.KV_HEADS,
     Key("layer_norm_eps", "norm_eps", float, default=1e-5),
-    Key("num_key_value_heads", "num_kv_heads", default=common.as_many_as_heads, null=common.as_many_as_heads),
     Key("logit_scale", "logit_scale", float, default=0.0625),
     Must("use_parallel_block", True, "attention and MLP are parallel"),
     Must("use_gated_activation", True, "the MLP is gated"),
@@ -27,5 +32,45 @@ COHERE = Family(
     keys=(*COHERE_KEYS, common.HEAD_SIZE, Rope(theta=5e5), Key("use_qk_norm", "qk_norm", bool, False, False)),
     table=COHERE_TABLE,
     fixed=COHERE_FIXED | {"qk_norm_over": "each_head"},
+    inert=COHERE_INERT,
+)
+
+
+# ----------------------------------------------------------------------------------------------
+# Cohere 2 (Command R7B, Command A): Cohere with a window in three of four layers; the fourth has no positions.
+
+class DividedHeads(Rule):
+  """A head's size is the hidden size divided by the heads, whatever head_dim says to other families."""
+
+  def read(self, source, model):
+    size = head_size(model)
+    if source.get("head_dim", object, size, size) != size:
+      raise source.error("head_dim", f"{size}, the hidden size divided by the heads")
+    return {"head_dim": size}
+
+
+class WindowOrNoPositions(LayerTypes):
+  """Layers without a window are those without rotary positions."""
+
+  def read(self, source, model):
+    found = super().read(source, model)
+    return found | {"layer_pattern": tuple("nope" if kind == "global" else kind for kind in found["layer_pattern"])}
+
+
+def all_but_every_nth(source: Source, layers: int) -> tuple[str, ...]:
+  """sliding_window_pattern: every so manieth layer, the fourth where nothing is said, has no window."""
+  period = source.get("sliding_window_pattern", int, source.get("_sliding_window_pattern", int, 4))
+  return tuple("local" if (i + 1) % period else "global" for i in range(layers))
+
+
+COHERE2 = Family(
+    name="cohere2",
+    model_types=("cohere2",),
+    architectures=("Cohere2ForCausalLM",),
+    classifier=None,
+    keys=(*COHERE_KEYS, DividedHeads(), Rope(), Must("use_qk_norm", False, "queries and keys have no norms"),
+          WindowOrNoPositions(sliding_window, all_but_every_nth, write_window)),
+    table=COHERE_TABLE,
+    fixed=COHERE_FIXED,
     inert=COHERE_INERT,
 )

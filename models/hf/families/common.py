@@ -23,9 +23,12 @@ SIZES = (
 HEAD_SIZE = Key("head_dim", "head_dim", default=head_size, null=head_size)
 WIDTH = Key("intermediate_size", "intermediate_size")
 RMS_EPS = Key("rms_norm_eps", "norm_eps", float, default=1e-6)
+RMS_EPS_5 = Key("rms_norm_eps", "norm_eps", float, default=1e-5)
+KV_HEADS = Key("num_key_value_heads", "num_kv_heads", default=as_many_as_heads, null=as_many_as_heads)
 SILU = Activation("hidden_act", "silu", GATED)
 UNTIED = Key("tie_word_embeddings", "tie_embeddings", bool, default=False)
 TIED = Key("tie_word_embeddings", "tie_embeddings", bool, default=True)
+MLP_BIAS = Key("mlp_bias", "mlp_bias", bool, default=False)
 ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=False)
 
 ENDS = (
@@ -55,3 +58,5 @@ NORMS = (
     Tensor("layers.{layer}.post_attention_layernorm.weight", "blocks/mlp_norm/scale"),
     Tensor("layers.{layer}.post_attention_layernorm.bias", "blocks/mlp_norm/bias"),
 )
+# All of a Llama's.
+LLAMA = (*ENDS, *NORMS, *ATTENTION, *MLP)

@@ -1,26 +1,12 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek V3's layers, with indexers that choose the keys of latent attention."""
 
 from models.hf.families import common, mtp
-from models.hf.families.deepseek_v2 import INERT, LATENT, MIXTURE, latent_sizes
-from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, experts
-from models.hf.families.glm4_moe_lite import MlpTypes
+from models.hf.families.deepseek import AHEAD, CHOICE_BIAS, INERT, LATENT, MIXTURE, SCORES, experts, latent_sizes
+from models.hf.families.glm import MlpTypes
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, Must, Rule
+from models.hf.keys import Key, Must, OfAllLayers, Rule
 
 KINDS = {"F": "full", "S": "shared"}
-
-
-class LayerTypes(Rule):
-  """layer_types, of which there is one."""
-
-  def read(self, source, model):
-    types = ["indexed_attention"] * model["num_layers"]
-    if source.get("layer_types", list, types, types) != types:
-      raise source.error("layer_types", f"indexed_attention for each of the {len(types)} layers")
-    return {}
-
-  def write(self, model):
-    return {}
 
 
 class Indexers(Rule):
@@ -55,7 +41,7 @@ def keys(heads: int, interleaved: bool) -> tuple[Rule, ...]:
       Must("indexer_rope_interleave", interleaved, "transformers rotates them so in this family"),
       Must("rope_interleave", True, "transformers rotates queries and keys so in this family"),
       Must("mlp_bias", False, "experts have no biases"),
-      MlpTypes(3), LayerTypes(), mtp.Modules(*AHEAD),
+      MlpTypes(3), OfAllLayers("layer_types", "indexed_attention"), mtp.Modules(*AHEAD),
   )
 
 

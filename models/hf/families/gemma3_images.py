@@ -1,7 +1,7 @@
 """Gemma 3 with images: SigLIP, pooled patches, and a Gemma 3 in which the tokens of an image see one another."""
 
 from models.hf.errors import HFError
-from models.hf.families.gemma3 import GEMMA3
+from models.hf.families.gemma import GEMMA3
 from models.hf.families.towers import SIGLIP
 from models.hf.family import Tensor
 from models.hf.images import Wrapper
@@ -16,9 +16,6 @@ class ImagesWithinWindow(Rule):
     if window is not None and tokens > window:
       raise HFError(f"{source.where}: mm_tokens_per_image is {tokens}; allowed: up to sliding_window of text_config, "
                     f"{window}.")
-    return {}
-
-  def write(self, model):
     return {}
 
 

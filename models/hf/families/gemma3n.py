@@ -8,7 +8,7 @@ from typing import Any
 
 from models.hf.errors import HFError
 from models.hf.families import common
-from models.hf.families.gemma2 import SANDWICH, TANH_GELU
+from models.hf.families.gemma import SANDWICH, TANH_GELU
 from models.hf.families.gemma4 import (
   ATTENTION,
   PER_LAYER,

@@ -10,7 +10,7 @@ from typing import Any
 
 from models.hf.errors import HFError
 from models.hf.families import common
-from models.hf.families.gemma2 import SANDWICH, TANH_GELU
+from models.hf.families.gemma import SANDWICH, TANH_GELU
 from models.hf.family import Tensor
 from models.hf.images import TextPart
 from models.hf.keys import Key, LayerTypes, Rule

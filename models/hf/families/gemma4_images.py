@@ -59,9 +59,6 @@ class ReadPadding(Rule):
       raise text.error("pad_token_id", "0, whose embeddings of each layer stand in the places of images")
     return {}
 
-  def write(self, model):
-    return {}
-
 
 class Sound(Rule):
   """The tower for sound, which is not read."""
@@ -69,9 +66,6 @@ class Sound(Rule):
   def read(self, source, model):
     if not isinstance(source.get("audio_config", object, None), dict | None):
       raise source.error("audio_config", "an object, or null")
-    return {}
-
-  def write(self, model):
     return {}
 
   def notes(self, source):

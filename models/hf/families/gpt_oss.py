@@ -1,7 +1,7 @@
 """gpt-oss: attention sinks, a window in every other layer, and experts with biases, published in MXFP4."""
 
 from models.hf.families import common
-from models.hf.families.gemma2 import every_other, write_window
+from models.hf.families.gemma import every_other, write_window
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, LayerTypes, Must
 from models.hf.rope import Rope
@@ -19,10 +19,9 @@ GPT_OSS = Family(
     model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
     keys=(
-        *common.SIZES, common.UNTIED, Rope(theta=150000.0, scalings=("yarn",), told=True),
+        *common.SIZES, common.UNTIED, Rope(theta=150000.0, scalings=("yarn",), told=True), common.RMS_EPS_5,
         Key("head_dim", "head_dim", default=64, null=common.head_size),
         Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
-        Key("rms_norm_eps", "norm_eps", float, default=1e-5),
         LayerTypes(window, every_other, write_window),
         Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=True),
         Key("intermediate_size", ("intermediate_size", "moe.expert_size"), default=2880),

@@ -7,7 +7,7 @@ Published folders hold a tower for images beside it, which is passed over.
 from models.hf.families import common
 from models.hf.family import Tensor
 from models.hf.images import TextPart
-from models.hf.keys import Key, Rule
+from models.hf.keys import Key, Rule, kinds_of
 from models.hf.rope import Rope
 from models.hf.source import LARGEST
 
@@ -55,8 +55,7 @@ class Layers(Rule):
     return {"layer_pattern": pattern, "attention_chunk": chunk}
 
   def write(self, model):
-    pattern = model["layer_pattern"]
-    types = [pattern[i % len(pattern)] for i in range(model["num_layers"])]
+    types = kinds_of(model)
     return {"no_rope_layers": [int(kind != "nope") for kind in types], "attention_chunk_size": model["attention_chunk"],
             "layer_types": ["chunked_attention" if kind == "chunked" else "full_attention" for kind in types]}
 
@@ -103,10 +102,9 @@ LLAMA4 = Llama4(
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     classifier=None,
     keys=(
-        *common.SIZES, common.UNTIED, common.ATTENTION_BIAS, common.SILU,
+        *common.SIZES, common.UNTIED, common.ATTENTION_BIAS, common.SILU, common.RMS_EPS_5,
         Key("head_dim", "head_dim", default=128, null=common.head_size),
         Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
-        Key("rms_norm_eps", "norm_eps", float, default=1e-5),
         Rope(theta=500000.0, scalings=("linear", "llama3", "yarn")),
         Key("use_qk_norm", "qk_norm", bool, default=True),
         Key("intermediate_size", ("moe.expert_size", "moe.shared_size"), default=8192),

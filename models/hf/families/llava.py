@@ -1,21 +1,12 @@
 """LLaVA 1.5 and its kin: CLIP or SigLIP, two linear layers, and a causal text model of almost any family."""
 
-from models.hf.families.arcee import ARCEE
-from models.hf.families.gemma import GEMMA
-from models.hf.families.gemma2 import GEMMA2
-from models.hf.families.gemma3 import GEMMA3
-from models.hf.families.llama import LLAMA
-from models.hf.families.mistral import MISTRAL
-from models.hf.families.mixtral import MIXTRAL
-from models.hf.families.nemotron import NEMOTRON
-from models.hf.families.phi3 import PHI3
+from models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from models.hf.families.llama import ARCEE, LLAMA, NEMOTRON, PHI3, SEED_OSS, STABLELM, STARCODER2
+from models.hf.families.mistral import MISTRAL, MIXTRAL
 from models.hf.families.qwen2 import QWEN2
 from models.hf.families.qwen2_moe import QWEN2_MOE
 from models.hf.families.qwen3 import QWEN3
 from models.hf.families.qwen3_moe import QWEN3_MOE
-from models.hf.families.seed_oss import SEED_OSS
-from models.hf.families.stablelm import STABLELM
-from models.hf.families.starcoder2 import STARCODER2
 from models.hf.families.towers import CLIP, SIGLIP
 from models.hf.family import Tensor
 from models.hf.images import Wrapper

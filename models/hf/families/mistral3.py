@@ -2,8 +2,7 @@
 around a Mistral or a Ministral 3."""
 
 from models.hf.families.llava import PROJECTOR
-from models.hf.families.ministral3 import MINISTRAL3
-from models.hf.families.mistral import MISTRAL
+from models.hf.families.mistral import MINISTRAL3, MISTRAL
 from models.hf.families.pixtral import NAMES, TOWER, alone
 from models.hf.family import Tensor
 from models.hf.images import Wrapper

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from models.hf.errors import HFError
 from models.hf.families import common
-from models.hf.families.deepseek_v3 import SCORES
-from models.hf.families.granite4 import mamba
+from models.hf.families.deepseek import SCORES
+from models.hf.families.granite import mamba
 from models.hf.family import Family, Tensor
-from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Same
+from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Same, kinds_of
 
 
 class Pattern(Rule):
@@ -39,8 +39,7 @@ class Pattern(Rule):
     return {"layer_pattern": pattern, "num_layers": len(pattern)}
 
   def write(self, model):
-    pattern, letters = model["layer_pattern"], {ours: letter for letter, ours in self.letters.items()}
-    kinds = [pattern[i % len(pattern)] for i in range(model["num_layers"])]
+    kinds, letters = kinds_of(model), {ours: letter for letter, ours in self.letters.items()}
     return {"num_hidden_layers": len(kinds),
             "hybrid_override_pattern": "".join(letters.get(kind, "?") for kind in kinds)}
 

@@ -1,7 +1,6 @@
 """PaliGemma 1 and 2: SigLIP, a linear projector, and a Gemma 1 or 2 in which images and prompt see one another."""
 
-from models.hf.families.gemma import GEMMA
-from models.hf.families.gemma2 import GEMMA2
+from models.hf.families.gemma import GEMMA, GEMMA2
 from models.hf.families.towers import SIGLIP
 from models.hf.family import Tensor
 from models.hf.images import Wrapper

@@ -49,9 +49,6 @@ class Each(Rule):
   def read(self, source, model):
     return {"vision.image_size": model["vision.patch_size"]}
 
-  def write(self, model):
-    return {}
-
 
 _LAYER = "transformer.layers.{layer}"
 TABLE = (

@@ -40,6 +40,6 @@ QWEN2 = Family(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), LAYERS,
         Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
     ),
-    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.MLP),
+    table=common.LLAMA,
     fixed={"qkv_bias": True},
 )

@@ -5,11 +5,24 @@ from models.hf.images import Tower
 from models.hf.keys import GATED, Activation, Key, Rule
 
 
+class Seconds(Rule):
+  """How many positions a second of a film is."""
+
+  def read(self, source, model):
+    found = source.get("tokens_per_second", float, 4.0)
+    if found <= 0:
+      raise source.error("tokens_per_second", "a number above 0")
+    return {"vision.video.tokens_per_second": found}
+
+  def write(self, model):
+    found = model["vision.video.tokens_per_second"]
+    return {"tokens_per_second": int(found) if found == int(found) else found} if found else {}
+
+
 class Windows(Rule):
   """The side of a window in pixels, and the layers without; ours counts tiles."""
 
   def read(self, source, model):
-    source.get("tokens_per_second", object, None)  # of films
     full, layers = source.get("fullatt_block_indexes", list, [7, 15, 23, 31]), model["vision.num_layers"]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in full):
       raise source.error("fullatt_block_indexes", "numbers of layers, from 0 on")
@@ -30,5 +43,5 @@ QWEN2_5_VL = wrapper("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", Tower(
     "qwen2_5_vl", ("qwen2_5_vl_vision", "qwen2_5_vl"),
     (*tower_keys(Key("hidden_size", "vision.hidden_size", default=3584), Width("out_hidden_size"),
                  Key("intermediate_size", "vision.intermediate_size", default=3420),
-                 Activation("hidden_act", "silu", GATED, ours="vision.activation")), Windows()),
+                 Activation("hidden_act", "silu", GATED, ours="vision.activation")), Windows(), Seconds()),
     tower_table({"gate_proj": "gate", "up_proj": "up", "down_proj": "down"})))

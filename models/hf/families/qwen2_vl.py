@@ -20,8 +20,6 @@ BESIDE = frozenset({"architectures", "image_token_id", "model_type", "text_confi
 # What names of tensors begin with, as published and in memory.
 NAMES = (("model.", ""), ("model.language_model.", "")), ("visual.", "model.visual."), (
     "visual.merger.", "model.visual.merger.")
-# Of films, which are not read: a batch has images alone. Tokens around images, which a chat template writes.
-OF_FILMS = frozenset({"tokens_per_second", "video_token_id"})
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,17 @@ class Squares(Rule):
   def write(self, model):
     patch = model["vision.patch_size"]
     return {"patch_size": patch, "spatial_merge_size": model["vision.image_size"] // patch}
+
+
+class Films(Rule):
+  """The token that holds the place of a film's feature; a folder without one is of a model that sees none."""
+
+  def read(self, source, model):
+    return {"vision.video.token": source.get("video_token_id", int, None, None)}
+
+  def write(self, model):
+    token = model["vision.video.token"]
+    return {} if token is None else {"video_token_id": token}
 
 
 class Ratio(Rule):
@@ -167,8 +176,9 @@ def wrapper(name: str, architecture: str, tower: Tower) -> Wrapper:
   fixed: dict[str, Any] = {"vision.projector": "merge", "vision.attention": "causal"}
   return Wrapper(
       name=name, model_types=(name,), architectures=(architecture,), texts=(text_family(name),), towers=(tower,),
-      keys=(Key("image_token_id", "vision.image_token", default=151655),), table=MERGER, fixed=fixed, tied=None,
-      inert=OF_FILMS | {"vision_start_token_id", "vision_end_token_id", "vision_token_id"}, beside=BESIDE, names=NAMES)
+      keys=(Key("image_token_id", "vision.image_token", default=151655), Films()), table=MERGER, fixed=fixed, tied=None,
+      # Tokens around images, which a chat template writes.
+      inert=frozenset({"vision_start_token_id", "vision_end_token_id", "vision_token_id"}), beside=BESIDE, names=NAMES)
 
 
 QWEN2_VL = wrapper("qwen2_vl", "Qwen2VLForConditionalGeneration", Tower(

@@ -11,10 +11,9 @@ QWEN3 = Family(
     model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
     keys=(
-        *common.SIZES, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), LAYERS,
+        *common.SIZES, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), LAYERS, common.ATTENTION_BIAS,
         Key("head_dim", "head_dim", default=128),
         Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
-        common.ATTENTION_BIAS,
     ),
     table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *common.MLP),
     fixed={"qk_norm": True},

@@ -3,7 +3,7 @@ whose heads a part turns by time, row and column."""
 
 from dataclasses import replace
 
-from models.hf.families.qwen2_vl import wrapper
+from models.hf.families.qwen2_vl import Films, wrapper
 from models.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from models.hf.families.qwen3_vl import MERGER, TABLE, TOWER_KEYS, TurningRope
 from models.hf.images import TextPart, Tower
@@ -21,7 +21,7 @@ def _family(text: TextPart):
                    prefixes=text.prefixes[:1], keys=tuple(rope if isinstance(key, Rope) else key for key in text.keys),
                    ignored=tuple(pattern for pattern in text.ignored if pattern != TOWER))
   made = wrapper(name, architecture, Tower("qwen3_vl", (f"{name}_vision", name), TOWER_KEYS, TABLE))
-  return replace(made, texts=(inside,), keys=(Key("image_token_id", "vision.image_token", default=248056),),
+  return replace(made, texts=(inside,), keys=(Key("image_token_id", "vision.image_token", default=248056), Films()),
                  table=MERGER, beside=None, names=((("model.language_model.", ""),), ("model.visual.",),
                                                    ("model.visual.",)))
 

@@ -4,7 +4,7 @@ from models.hf.families import common, mtp
 from models.hf.families.qwen2_moe import SHARED_EXPERT
 from models.hf.families.qwen3_moe import EXPERTS, SPARSE
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, Rule
+from models.hf.keys import Key, Rule, kinds_of, named_kinds
 from models.hf.rope import Rope
 
 
@@ -15,17 +15,13 @@ class DeltaLayers(Rule):
 
   def read(self, source, model):
     layers, interval = model["num_layers"], source.get("full_attention_interval", int, 4)
-    types = source.get("layer_types", list, None, None)
-    if types is None:
+    if source.get("layer_types", list, None, None) is None:
       return {"layer_pattern": tuple("delta" if (i + 1) % interval else "global" for i in range(layers))}
-    if len(types) != layers or not all(isinstance(kind, str) and kind in self.ours for kind in types):
-      raise source.error("layer_types", f"{layers} times (num_hidden_layers) one of {', '.join(self.ours)}")
-    return {"layer_pattern": tuple(self.ours[kind] for kind in types)}
+    return {"layer_pattern": named_kinds(source, "layer_types", layers, self.ours)}
 
   def write(self, model):
-    pattern, theirs = model["layer_pattern"], {ours: theirs for theirs, ours in self.ours.items()}
-    types = (pattern[i % len(pattern)] for i in range(model["num_layers"]))
-    return {"layer_types": [theirs.get(kind, kind) for kind in types]}
+    theirs = {ours: theirs for theirs, ours in self.ours.items()}
+    return {"layer_types": [theirs.get(kind, kind) for kind in kinds_of(model)]}
 
 
 DELTA_SIZES = (

@@ -30,9 +30,6 @@ class Places(Rule):
       source.get(key, object, None)
     return {}
 
-  def write(self, model):
-    return {}
-
 
 class Scale(Rule):
   """How many neighbours a side are put together; ours is how many tokens that makes of an image."""

@@ -170,8 +170,8 @@ def test_a_text_is_cut_behind_its_images_and_no_image_is(tmp_path):
     ({}, "file:1: c0 is {} .dict.; expected"),
     ("0.png", "file:1: c0 is '0.png', a text that looks like an image. Write it as"),
     ("data:image/png;base64,AAAA", "file:1: c0 is 'data:image/png"),
-    ({"image": "0.png", "video": "a.mp4"}, "file:1: c0 is"),
-    ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "is a film, which is not read"),
+    ({"image": "0.png", "video": "a.mp4"}, "file:1: c0: video is a film, which the model does not see"),
+    ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "is a film, which the model does not see"),
     ({"messages": [{"role": "user", "content": "<image>"}], "images": ["0.png", "0.png"]}, "have 2 image.s., for 1 ×"),
 ])
 def test_what_is_no_text_is_refused(tmp_path, value, told):

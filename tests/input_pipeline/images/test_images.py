@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from input_pipeline.chat.image_placeholders import preprocess_of
-from input_pipeline.images import augment, images
+from input_pipeline.images import augment, formats, images
 from input_pipeline.images.images import ImageError, ImageRef, Images, Preprocess, read, to_pixels
 from input_pipeline.images.workers import Task, decode
 from input_pipeline.sources.made import png
@@ -45,7 +45,7 @@ def test_every_way_to_name_an_image(value, tmp_path):
   (tmp_path / "p.png").write_bytes(FILE)
   found = content(value, tmp_path)
   assert found.data == FILE
-  assert (found.file is None) == (not re.search(r"p\.png", str(value)))
+  assert (not found.files) == (not re.search(r"p\.png", str(value)))
 
 
 def bomb(width, height):
@@ -80,7 +80,7 @@ def test_what_cannot_be_used_is_refused_by_name(value, says, tmp_path):
 def test_a_large_image_is_refused_before_it_is_decoded(monkeypatch):
   def decoded(*args):
     raise AssertionError("decoded")
-  monkeypatch.setattr(images, "_decode", decoded)
+  monkeypatch.setattr(images, "decoded", decoded)
   with pytest.raises(ImageError, match="max_pixels"):
     content(png(np.zeros((40, 40), np.uint8)))
 
@@ -101,7 +101,7 @@ def test_more_than_8_bits_a_channel_are_refused_by_the_files_own_depth(name):
   """Of each Pillow makes an image of 8 bits in its own way; what has no more is as it was written."""
   kind, bits, colors = name.split("_")
   data = DEPTHS[name].tobytes()
-  if kind == "avif" and "AVIF" not in images.FORMATS:
+  if kind == "avif" and "AVIF" not in formats.FORMATS:
     pytest.skip("this Pillow reads no AVIF")
   if int(bits) == 8 or kind == "ppm" and int(bits) < 8:
     expected = DEPTHS["levels"] * 17
@@ -115,7 +115,7 @@ def test_more_than_8_bits_a_channel_are_refused_by_the_files_own_depth(name):
 
 def test_avif_and_jpeg_2000_are_read_as_other_formats_are(tmp_path):
   names = {"JPEG2000": ("jp2_8_rgb", "j2k_8_rgb"), "AVIF": ("avif_8_rgb",)}
-  for data in (DEPTHS[name].tobytes() for kind in names if kind in images.FORMATS for name in names[kind]):
+  for data in (DEPTHS[name].tobytes() for kind in names if kind in formats.FORMATS for name in names[kind]):
     assert content(base64.b64encode(data).decode()).data == data
     with pytest.raises(ImageError, match="a damaged or truncated"):
       content(data[:-60], tmp_path)
@@ -123,7 +123,7 @@ def test_avif_and_jpeg_2000_are_read_as_other_formats_are(tmp_path):
   exif = Image.Exif()
   exif[0x0112] = 6  # turned by 90 degrees to the right; AVIF says it as irot
   for kind, options in (("JPEG2000", {}), ("AVIF", dict(quality=100, exif=exif))):
-    if kind in images.FORMATS:
+    if kind in formats.FORMATS:
       pixels = to_pixels(encoded(clear, kind, **options), Preprocess(16))
       first, last = (pixels[:, :7], pixels[:, 9:]) if kind == "JPEG2000" else (pixels[:7], pixels[9:])
       assert (first == 255).all() and (last == 9).all()
@@ -132,9 +132,9 @@ def test_avif_and_jpeg_2000_are_read_as_other_formats_are(tmp_path):
 @pytest.mark.parametrize("missing", ["avif", "jpg_2000"])
 def test_a_pillow_without_a_library_reads_the_rest(missing):
   code = (f"from PIL import features\nhas = features.check\nfeatures.check = lambda x: x != '{missing}' and has(x)\n"
-          "from input_pipeline.images import images; print(*images.FORMATS)")
+          "from input_pipeline.images import formats; print(*formats.FORMATS)")
   found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-  assert found == [name for name in images.FORMATS if name != {"avif": "AVIF", "jpg_2000": "JPEG2000"}[missing]]
+  assert found == [name for name in formats.FORMATS if name != {"avif": "AVIF", "jpg_2000": "JPEG2000"}[missing]]
 
 
 @pytest.mark.parametrize("bits, row", [(1, 0b01000000), (2, 0b00011011), (4, 0x01)])

@@ -28,7 +28,7 @@ def test_pixels_and_their_order_are_those_of_the_image_processor(number):
   cut, grid = tiles.cut(pixels, 8)
   _, rows, columns = REFERENCES[f"grid{number}"] // [1, 2, 2]
   assert pixels.shape == (8 * rows, 8 * columns, 3) and len(cut) == rows * columns
-  assert grid[-1].tolist() == [1, rows - 1, columns - 1, rows, columns]
+  assert grid[-1].tolist() == [1, rows - 1, columns - 1, rows, columns, 0]
   values = np.asarray(vit.patches((cut / np.float32(255) - MEAN) / STD, 4)).reshape(-1, 4, 4, 3)
   expected = REFERENCES[f"values{number}"].reshape(-1, 3, 2, 4, 4)  # two frames, which are the same
   np.testing.assert_allclose(values, np.einsum("ncthw->nthwc", expected)[:, 0], rtol=0, atol=1e-6)
@@ -79,7 +79,7 @@ def test_tokens_of_an_image_are_those_of_pixtrals_processor():
   images = ImageFormat(config, tokenizer)
   tokens, grid, count = images.measure(24, 16)
   ids, weights, places = images.finish(np.array([7, -1, 7]), np.array([1.0, 1.0, 1.0]), [
-      EncodedImage(b"", None, tokens, grid, count)])
+      EncodedImage(b"", (), tokens, grid, count)])
   assert "".join(names[i] for i in ids[1:-1]) == REFERENCES["limited_text"]
   assert (grid, count, places) == ((2, 3), 6, (1,))
   np.testing.assert_array_equal(weights, ids != 0)
@@ -126,7 +126,7 @@ def test_tiles_of_several_images_are_put_together_again():
   images = [np.random.default_rng(i).integers(0, 256, (8 * r, 8 * c, 3)).astype(np.uint8)
             for i, (r, c) in enumerate(((2, 3), (3, 2), (1, 1)))]
   cut = [tiles.cut(image, 8, number) for number, image in zip((2, 5, 9), images, strict=True)]
-  unused = np.zeros((2, 8, 8, 3), np.uint8), np.zeros((2, 5), np.int32)
+  unused = np.zeros((2, 8, 8, 3), np.uint8), np.zeros((2, 6), np.int32)
   again = tiles.joined(*map(np.concatenate, zip(*cut, unused, strict=True)))
   assert all(np.array_equal(a, b) for a, b in zip(images, again, strict=True))
 

@@ -136,7 +136,6 @@ def test_training_text_is_spread_over_the_documents():
 
 
 @pytest.mark.parametrize("cfg, said", [
-    (dict(type="word"), "type='word'; allowed: 'bytes', 'bpe', 'hf'"),
     (dict(type="bpe", vocab_size=100), "vocab_size=100 is too small: 256 bytes, BOS and EOS make at least 258"),
     (dict(type="bpe", train_megabytes=0.0), "train_megabytes=0.0 must be positive"),
     (dict(type="hf"), "tokenizer.path is not set"),

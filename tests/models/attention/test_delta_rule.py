@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import delta_rule
+from models.attention import delta_rule, short_conv
+from tests.models.attention import recurrent
 
 B, T, H, K, V = 2, 37, 2, 4, 6
 # Documents that end within chunks and at their ends, of one token, over several chunks, with padding between and after.
@@ -38,7 +39,7 @@ def by_hand(q, k, v, g, beta, segments):
 
 
 def rules():
-  return {"recurrent": delta_rule.recurrent,
+  return {"recurrent": recurrent.in_a_loop(delta_rule, (B, H, K, V)),
           **{f"chunks of {c}": functools.partial(delta_rule.chunked, chunk=c) for c in (1, 8, 64)}}
 
 
@@ -61,7 +62,7 @@ def test_chunks_have_the_gradients_of_the_recurrence():
 
   with jax.enable_x64():
     by_token, in_chunks = (jax.jit(jax.grad(functools.partial(total, rule)))(given)
-                           for rule in (delta_rule.recurrent, functools.partial(delta_rule.chunked, chunk=8)))
+                           for rule in (rules()["recurrent"], functools.partial(delta_rule.chunked, chunk=8)))
     for ours, theirs in zip(in_chunks, by_token, strict=True):
       assert np.abs(theirs).max() > 0.1
       np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
@@ -133,7 +134,7 @@ def test_convolution_sees_its_own_document():
             if t >= back and SEGMENTS[row, t - back] == SEGMENTS[row, t])
     expected[row, t] = y / (1 + np.exp(-y))
   with jax.enable_x64():
-    np.testing.assert_allclose(delta_rule.short_convolution(x, taps, SEGMENTS), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(short_conv.short_convolution(x, taps, SEGMENTS), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("segments, expected", [
@@ -142,5 +143,5 @@ def test_convolution_sees_its_own_document():
 ])
 def test_last_inputs(segments, expected):
   x = np.arange(1.0, 6.0, dtype=np.float32)[None, :, None]
-  found = delta_rule.last_inputs(x, np.array([segments], np.int32), 3)[0, :, 0]
+  found = short_conv.last_inputs(x, np.array([segments], np.int32), 3)[0, :, 0]
   np.testing.assert_array_equal(found, [0 if at is None else at + 1 for at in expected])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import state_space
+from tests.models.attention import recurrent
 
 B, T, G, H, N, P = 2, 37, 2, 4, 5, 3
 # Documents that end within chunks and at their ends, of one token, over several chunks, with padding between and after.
@@ -38,7 +39,7 @@ def by_hand(c, b, x, g, dt, segments):
 
 
 def scans():
-  return {"recurrent": state_space.recurrent,
+  return {"recurrent": recurrent.in_a_loop(state_space, (B, H, N, P)),
           **{f"chunks of {size}": functools.partial(state_space.chunked, chunk=size) for size in (1, 8, 64)}}
 
 
@@ -61,7 +62,7 @@ def test_chunks_have_the_gradients_of_the_recurrence():
 
   with jax.enable_x64():
     by_token, in_chunks = (jax.jit(jax.grad(functools.partial(total, scan)))(given)
-                           for scan in (state_space.recurrent, functools.partial(state_space.chunked, chunk=8)))
+                           for scan in (scans()["recurrent"], functools.partial(state_space.chunked, chunk=8)))
     for ours, theirs in zip(in_chunks, by_token, strict=True):
       assert np.abs(theirs).max() > 0.1
       np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)

@@ -59,7 +59,7 @@ def joined(tiles: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
   """The images of a row again."""
   found = []
   for number in range(1, grid[:, 0].max() + 1):
-    rows, columns = grid[grid[:, 0] == number][0, 3:]
+    rows, columns = grid[grid[:, 0] == number][0, 3:5]
     own = tiles[grid[:, 0] == number].reshape(rows, columns, *tiles.shape[1:])
     found.append(own.swapaxes(1, 2).reshape(rows * tiles.shape[1], columns * tiles.shape[2], 3))
   return found

@@ -6,7 +6,7 @@ needs what make_references.py beside it needs, and Pillow. A case has config.jso
 same as published folders have it; and reference.npz:
 
     images [2, N, S, S, 3]  uint8 tiles; row 0 has two images, row 1 one, and zeros behind them
-    grid [2, N, 5]          what tiles they are: number of the image, row, column, rows, columns
+    grid [2, N, 6]          what tiles they are: number of the image, row, column, rows, columns, time
     tokens [2, T]           with placeholders; lengths [2]: row 1 ends in padding; prefix [2]: loss is on those after it
     positions [2, T, 3]     of M-RoPE, of real tokens; not of Gemma 4, Mistral 3 and Pixtral, which have none
     logits [2, T, V]        of the padded batch, 0 where there is padding
@@ -239,7 +239,7 @@ def batch() -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
   lengths = [len(row) for row in rows]
   tokens = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows]).astype(np.int32)
   most = max(sum(r * c for r, c in row) for row in SIZES)
-  images, grid = np.zeros((2, most, TILE, TILE, 3), np.uint8), np.zeros((2, most, 5), np.int32)
+  images, grid = np.zeros((2, most, TILE, TILE, 3), np.uint8), np.zeros((2, most, 6), np.int32)
   for i, row in enumerate(pictures):
     n = 0
     for number, picture in enumerate(row, 1):
@@ -247,7 +247,7 @@ def batch() -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
       for y in range(r):
         for x in range(c):
           images[i, n] = picture[y * TILE:(y + 1) * TILE, x * TILE:(x + 1) * TILE]
-          grid[i, n], n = (number, y, x, r, c), n + 1
+          grid[i, n], n = (number, y, x, r, c, 0), n + 1
   return dict(images=images, grid=grid, tokens=tokens, lengths=np.array(lengths), prefix=np.array(prefix),
               text=rng.integers(3, START, (1, 9)).astype(np.int32)), pictures
 
@@ -299,6 +299,14 @@ GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "visual.patch_em
              "language_model.per_layer_model_projection.weight")
 
 
+def of_names(model: torch.nn.Module) -> dict[str, np.ndarray]:
+  """Gradients by the names of GRADIENTS that the model has; each is above 0 somewhere."""
+  parameters = {k.removeprefix("model."): p for k, p in model.named_parameters()}
+  found = {k: parameters[k].grad.numpy() for k in GRADIENTS if k in parameters}
+  assert all(np.abs(g).max() > 0 for g in found.values())
+  return found
+
+
 def make(name: str) -> None:
   folder, case = FOLDER / name, CASES[name]
   shutil.rmtree(folder, ignore_errors=True)
@@ -316,10 +324,8 @@ def make(name: str) -> None:
                                               image_grid_thw=given["image_grid_thw"],
                                               attention_mask=given["attention_mask"])
     data["positions"] = positions.permute(1, 2, 0).numpy().astype(np.int32) * real[..., None]
-  parameters = {k.removeprefix("model."): p for k, p in model.named_parameters()}
-  names = [k for k in GRADIENTS if k in parameters]
-  gradients = {f"gradient_{i}": parameters[k].grad.numpy() for i, k in enumerate(names)}
-  assert all(np.abs(g).max() > 0 for g in gradients.values())
+  found = of_names(model)
+  names, gradients = list(found), {f"gradient_{i}": g for i, g in enumerate(found.values())}
   with torch.no_grad():
     of_text = model(input_ids=torch.tensor(data["text"]).long(), use_cache=False).logits
     for row in range(2):  # padding and the other row do not matter

@@ -355,7 +355,7 @@ def test_which_layers_have_an_indexer(said, shared):
     (dict(indexer_types=None, index_topk_pattern="FSXF"), "index_topk_pattern is 'FSXF'; allowed: full or shared"),
     (dict(indexer_rope_interleave=False), "indexer_rope_interleave is False; allowed: True"),
     (dict(rope_interleave=False), "rope_interleave is False; allowed: True"),
-    (dict(layer_types=["full_attention"] * 4), "allowed: indexed_attention for each of the 4 layers"),
+    (dict(layer_types=["full_attention"] * 4), "allowed: 'indexed_attention' for each of the 4 layers"),
     (dict(index_topk=0), "index_topk is 0; allowed: a whole number from 1"),
 ])
 def test_indexers_that_are_not_computed_are_refused(changed, message):

@@ -81,7 +81,7 @@ def joined(r, row):
   """The images of a row, of its tiles."""
   found, tiles, grid = [], r["images"][row], r["grid"][row]
   for number in range(1, grid[:, 0].max() + 1):
-    rows, columns = grid[grid[:, 0] == number][0, 3:]
+    rows, columns = grid[grid[:, 0] == number][0, 3:5]
     own = tiles[grid[:, 0] == number].reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
     found.append(own.reshape(rows * tiles.shape[1], columns * tiles.shape[2], 3))
   return found

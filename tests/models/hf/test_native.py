@@ -165,8 +165,8 @@ def test_packed_is_as_alone(case):
   r = case.reference
   sizes, counts = r["lengths"][::-1], (r["grid"][::-1, :, 0] > 0).sum(1)
   both = np.concatenate([r["tokens"][row, :r["lengths"][row]] for row in (1, 0)])
-  grid = np.concatenate([r["grid"][1, :counts[0]], r["grid"][0, :counts[1]] + [1, 0, 0, 0, 0],
-                         np.zeros((3, 5), np.int32)])
+  grid = np.concatenate([r["grid"][1, :counts[0]], r["grid"][0, :counts[1]] + [1, 0, 0, 0, 0, 0],
+                         np.zeros((3, 6), np.int32)])
   images = np.concatenate([r["images"][1, :counts[0]], r["images"][0, :counts[1]],
                            np.full((3, *r["images"].shape[2:]), 9, np.uint8)])
   batch = dict(tokens=both[None], segment_ids=np.repeat([1, 2], sizes)[None].astype(np.int32), images=images[None],

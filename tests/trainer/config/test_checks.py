@@ -77,6 +77,10 @@ def test_a_duration_replaces_the_default_in_another_unit():
     (dict(optimizer=dict(name="adam")), "allowed: adamw, adafactor, muon, lion, sgd"),
     (dict(schedule=dict(floor=1.5)), "schedule.floor is 1.5"),
     (dict(evals=dict(val=dict(type="loss", on_error="go"))), "evals.val.on_error is 'go'; allowed: stop, warn"),
+    (dict(schedule=dict(name="cosin")), "allowed: constant, linear, cosine, wsd, sgdr, rsqrt"),
+    (dict(optimizer=dict(learning_rate=-1.0)), "optimizer.learning_rate is -1.0"),
+    (dict(optimizer=dict(weight_decay=float("nan"))), "config.optimizer.weight_decay is nan"),
+    (dict(tokenizer=dict(type="word")), "tokenizer.type is 'word'; allowed: auto, bytes, bpe, hf"),
     (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "lost to rounding"),
     (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "stochastic_rounding=True"),
     (dict(precision=dict(stochastic_rounding=True)), "precision.params is float32: there is nothing to round"),
@@ -93,6 +97,15 @@ def test_validate_refuses(changed, expected):
   with pytest.raises(ConfigError) as error:
     checks.validate(checks.resolve({"input": {"sources": {"a": {"type": "python_stdlib"}}}, **changed}))
   assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("key, allowed", [
+    ("packing", "auto, concat, best_fit, none"), ("mixture_by", "examples, tokens"), ("stop", "first, all, never"),
+    ("over_long", "auto, split, truncate_end, truncate_start, drop, error"),
+])
+def test_choices_of_the_input(key, allowed):
+  with pytest.raises(ConfigError, match=f"input.{key} is 'tight'; allowed: {allowed}"):
+    checks.validate(checks.resolve({"input": {"sources": {"a": {"type": "python_stdlib"}}, key: "tight"}}))
 
 
 def test_small_learning_rates_are_for_float32_or_rounding_at_random():

@@ -14,7 +14,7 @@ from trainer import strategies
 from trainer.config import defaults, evaluator, reward, source
 from trainer.errors import ConfigError
 from trainer.explain import command as explain
-from trainer.explain import config_source, reads
+from trainer.explain import config_source
 from trainer.explain import docs as explain_docs
 from trainer.optim import optimizer as optim
 from trainer.optim import schedules
@@ -160,39 +160,18 @@ def test_every_key_is_found_with_its_default_and_a_comment():
     assert len(key.comment) > 3, path
 
 
-def test_lines_that_read_a_key_name_it():
-  """Each key is read somewhere, or its section is taken as a whole; what is said to read it has its name."""
-  found = reads.reads()
-  whole = ("spikes.",)
-  for key in KEYS:
-    leaf = key.typed.rpartition(".")[2]
-    places = found.get(key.typed, ())
-    assert places or any(found.get(key.typed[:i + 1]) for i, c in enumerate(key.typed) if c == "."), key.typed
-    for file, number in places:
-      line = (tiny.ROOT / file).read_text(encoding="utf-8").splitlines()[number - 1]
-      assert leaf in line or leaf.rpartition("_")[0] in line or key.typed.startswith(whole) and "**" in line, (
-          key.typed, file, number, line)
-
-
-@pytest.mark.parametrize("key, file, text", [
-    ("optimizer.b2", "trainer/optim/optimizer.py", "adam(cfg.b1, cfg.b2, cfg.eps)"),
-    ("rollout.group_size", "trainer/rollouts/producer.py", "c.group_size"),
-    ("schedule.floor", "trainer/optim/schedules.py", "floor = cfg.floor"),
-    ("model.moe.balance_loss", "models/spec_parts.py", "balance_loss"),
-    ("chat.on_rewritten_history", "input_pipeline/examples/conversations.py", "self._chat.on_rewritten_history"),
-    ("evals.<name>.top_k", "evaluators/generate.py", "top_k"),
-    ("total_steps", "trainer/horizon.py", '"total"'), ("seed", "trainer/program.py", "seed=config.seed")])
-def test_some_keys_are_read_where_they_are(key, file, text):
-  lines = (tiny.ROOT / file).read_text(encoding="utf-8").splitlines()
-  assert any(place == file and text in lines[number - 1] for place, number in reads.reads()[key])
-
-
-def test_no_key_is_said_to_be_read_by_the_wrong_section():
-  """`weight_decay` is the optimizer's: a section of another name that is read the same way is not taken for it."""
-  found = reads.reads()
-  assert {file for file, _ in found["optimizer.weight_decay"]} == {"trainer/optim/optimizer.py"}
-  assert {file for file, _ in found["schedule.timescale"]} == {"trainer/optim/schedules.py"}
-  assert not any(file.startswith("trainer/") for file, _ in found["input.sources.<name>.text_key"])
+@pytest.mark.parametrize("name, line", [
+    ("optimizer.b2", "trainer/optim/optimizer.py:{}  return {{\"adam\": (everything, adam(cfg.b1, cfg.b2, cfg.eps))}}"),
+    ("schedule.floor", "trainer/optim/schedules.py:{}  floor = cfg.floor"),
+    ("model.moe.balance_loss", "balance_loss"), ("evals.loss.top_k", "evaluators/generate.py")])
+def test_lines_of_code_that_read_a_key_are_shown(name, line, capsys):
+  code = printed(capsys, name)[1].partition("\nCode\n")[2]
+  for file, number, text in re.findall(r"^  ([\w/]+\.py):(\d+)  (.*)$", code.partition("\n\n")[0], re.MULTILINE):
+    if line.format(number) in f"{file}:{number}  {text}":
+      assert " ".join((tiny.ROOT / file).read_text(encoding="utf-8").splitlines()[int(number) - 1].split())[:90] == text
+      break
+  else:
+    pytest.fail(code)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -300,12 +279,10 @@ def test_keys_are_printed_whatever_names_stand_in_them(capsys):
   assert out.startswith("config.input.sources.<name>.text_key = 'text'") and "input_pipeline/sources/readers.py:" in out
   _, out, _ = printed(capsys, "strategy.beta")
   dpo, of_kto, of_distill = out.split("config.strategy.beta")[1:]
-  assert "strategy dpo" in dpo and "preference.py" in dpo and "kto.py" not in dpo
+  assert "strategy dpo" in dpo and "trainer/strategies/dpo.py:" in dpo
   assert "As for dpo. How dear it is to leave the reference" in of_kto
-  assert "strategy kto" in of_kto and "kto.py" in of_kto and "preference.py" not in of_kto
-  assert "strategy distill" in of_distill and "distill.py" in of_distill and "kto.py" not in of_distill
-  _, out, _ = printed(capsys, "mesh.fsdp")
-  assert "Read as part of mesh" in out and "make_mesh(config.mesh" in out
+  assert "strategy kto" in of_kto and "trainer/strategies/kto.py:" in of_kto
+  assert "strategy distill" in of_distill and "trainer/strategies/distill.py:" in of_distill
 
 
 @pytest.mark.parametrize("typed, near", [("loss.dapp", "dapo"), ("optimizer.b3", "optimizer.b2"),

@@ -335,7 +335,7 @@ def test_older_completions_are_corrected_or_refused(prompts, tmp_path):
 def test_a_schedule_that_cannot_be_is_refused(tmp_path, line, said):
   good = '{"rollout": 0, "policy": 0, "update": 1}\n'
   (tmp_path / NAME).write_text(good + good.replace('"policy": 0, "update": 1', '"policy": 1, "update": 3'))
-  assert read(tmp_path / NAME, 2) == {0: (1, [])}  # the last one of a number counts
+  assert read(tmp_path / NAME, 2) == {0: Sampled(1, [])}  # the last one of a number counts
   (tmp_path / NAME).write_text(good + line)
   with pytest.raises(ConfigError, match=re.escape(said)):
     read(tmp_path / NAME, 2)

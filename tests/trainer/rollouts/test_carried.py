@@ -1,7 +1,9 @@
 """Completions that go on in the next rollout: which, by whom, as if not left off; whole runs, stopped and replayed."""
 
 import itertools
+import json
 import random
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,11 @@ from tests.trainer import rollout_runs
 from tests.trainer.rollout_runs import STOP, assert_same_state, rows_of, table, write_prompts
 from tests.trainer.rollouts.test_ahead import schedule_of
 from trainer import train
+from trainer.errors import ConfigError
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots
 from trainer.generate.completion import Completion, Request, collect
+from trainer.generate.kept import Held
 from trainer.generate.sampler import Sampler
 from trainer.generate.stop_strings import StopStrings
 from trainer.rollouts import carried
@@ -160,6 +164,65 @@ def test_a_completion_that_was_left_off_goes_on_as_it_would_have(pages, monkeypa
       assert (rest.finish_reason, rest.stop_reason) == (c.finish_reason, c.stop_reason)
 
 
+@pytest.mark.parametrize("pages", [False, True])
+def test_rows_that_are_held_go_on_as_where_the_policy_changes_within_a_request(pages, monkeypatch):
+  """Left off after two chunks, four texts go on by another policy, to the bit as they do in one request in which it
+  takes over then, and only what is new is run; one that nobody asks for leaves its row to a text that waits."""
+  if pages:
+    monkeypatch.setattr(sampler_lib, "MIN_PAGED_BYTES", 0)
+    monkeypatch.setattr(slots, "MIN_PAGED", 0)
+  model = tiny.model(vocab_size=264)
+  first, then = initial(model, 3), initial(model, 4)
+  prompts = [np.arange(5, 9), np.arange(40, 43), np.arange(90, 91), np.arange(7, 30)]
+  how = dict(max_new_tokens=40, seed="s", in_order=True)
+  sampler = Sampler(model, rows=4, chunk=4)
+  sampler.paged = pages
+  looks = iter([None, None, then])
+  whole = collect(sampler.stream(first, prompts, Request(newer=lambda: next(looks, None), **how)))
+  run = []
+  program = sampler._program
+  monkeypatch.setattr(sampler, "_program", lambda name, *of, **sizes: run.append(name) or program(name, *of, **sizes))
+  held, looks = Held(), iter([False, False, True])
+  left = collect(sampler.stream(first, prompts, Request(held=held, until=lambda: next(looks), **how)))
+  texts = [np.concatenate([prompts[c.prompt], c.ids]) for c in left]
+  assert [len(c.ids) for c in left] == [8] * 4 == [name[1] for name in held.names] and run.count("prefill") == 1
+  fresh_one, run[:] = np.arange(100, 110), []
+  asked = [*texts[1:], fresh_one]
+  rest = collect(sampler.stream(then, asked, Request(held=held, begun=[8, 8, 8, 0], **how)))
+  assert run.count("prefill") == 1 and "extend" not in run and held.rows is None and not held.names
+  for before, after, expected in zip(left[1:], rest, whole[1:], strict=False):
+    np.testing.assert_array_equal(np.concatenate([before.ids, after.ids]), expected.ids)
+    np.testing.assert_array_equal(np.concatenate([before.logprobs, after.logprobs]), expected.logprobs)
+  # Where none waits for it, the row of the one that nobody asks for is without a text, and without pages.
+  looks = iter([False, False, True])
+  left = collect(sampler.stream(first, prompts, Request(held=held, until=lambda: next(looks), **how)))
+  texts, looks = [np.concatenate([prompts[c.prompt], c.ids]) for c in left], iter([False, True])
+  again = Request(held=held, begun=[8] * 3, until=lambda: next(looks), **how)
+  assert {len(c.ids) for c in collect(sampler.stream(then, texts[1:], again))} == {4}
+  assert held.state.done_B.tolist() == [True, False, False, False] and held.rows.busy() == [1, 2, 3]
+  assert not pages or set(held.rows.table.owners_Q.tolist()) - {4} == {1, 2, 3}
+  alone = sampler.generate(then, [fresh_one], **how)[0]
+  np.testing.assert_array_equal(rest[3].ids, alone.ids)
+  np.testing.assert_allclose(rest[3].logprobs, alone.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("change", [dict(begun=7), dict(seed="t"), dict(max_new_tokens=39)])
+def test_another_text_does_not_go_on_in_a_row_that_is_held(change):
+  """One that is a token shorter, of another seed, or has another limit, is run from its beginning."""
+  model = tiny.model(vocab_size=264)
+  params, prompt = initial(model, 3), np.arange(5, 9)
+  how = dict(max_new_tokens=40, seed="s")
+  sampler, held, looks = Sampler(model, rows=4, chunk=4), Held(), iter([False, False, True])
+  left = collect(sampler.stream(params, [prompt], Request(held=held, until=lambda: next(looks), **how)))[0]
+  how |= dict(begun=8) | change
+  text = np.concatenate([prompt, left.ids[:how["begun"]]])
+  how["begun"] = [how["begun"]]
+  found = collect(sampler.stream(params, [text], Request(held=held, **how)))[0]
+  expected = collect(sampler.stream(params, [text], Request(**how)))[0]
+  np.testing.assert_array_equal(found.ids, expected.ids)
+  np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+
+
 def test_a_stop_string_that_has_begun_ends_what_goes_on():
   """Left off anywhere within it, the state is that of the whole text."""
   automaton = StopStrings(BytesTokenizer(), ("abcd", "bca"), False, "stop").automaton
@@ -264,6 +327,49 @@ def test_a_run_at_once_is_had_again_from_its_schedule(prompts, tmp_path):
   assert _without_clock(tmp_path / "w") == _without_clock(tmp_path / "again")
   assert schedule_of(tmp_path / "w") == schedule_of(tmp_path / "again")
   assert any(row["rollout/carried_groups"] for row in rows_of(tmp_path / "w").values())
+
+
+def test_in_flight_what_goes_on_is_not_run_again_but_after_a_stop(prompts, tmp_path):
+  """Its rows are held between rollouts; a run that was stopped has none, and says so in its schedule, from which it is
+  had again to the bit. One that follows a schedule cannot go on with rows that its own stop has taken."""
+  how = dict(in_flight=True)
+  train(config(prompts, stop=3, concurrent=True, **how), tmp_path / "w")
+  run = train(config(prompts, concurrent=True, **how), tmp_path / "w")
+  lines = {line["rollout"]: line for line in map(json.loads, (tmp_path / "w" / NAME).read_text().splitlines())}
+  kept = [lines[number].get("kept", 0) for number in range(6)]
+  assert kept[0] == 0 and 0 in kept[1:] and sum(map(bool, kept)) >= 2
+  rows = rows_of(tmp_path / "w")
+  assert [rows[lines[number]["update"]]["rollout/rows_held"] for number in range(6)] == kept
+  follows = dict(schedule=str(tmp_path / "w" / NAME), **how)
+  again = train(config(prompts, **follows), tmp_path / "again")
+  assert_same_state(run.state, again.state)
+  assert _without_clock(tmp_path / "w") == _without_clock(tmp_path / "again")
+
+
+def test_in_flight_rows_are_held_between_rollouts_and_their_number_is_in_the_schedule(prompts, tmp_path):
+  c = config(prompts, concurrent=True, in_flight=True)
+  c.total_steps = 2
+  train(c, tmp_path)
+  lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+  assert "kept" not in lines[0] and lines[1]["kept"] > 0
+  rows = rows_of(tmp_path)
+  assert [rows[step]["rollout/rows_held"] for step in (1, 2)] == [0, lines[1]["kept"]]
+
+
+def test_a_schedule_decides_whether_rows_go_on():
+  """As many as it says; none where it says so; others cannot be had again."""
+  def held():
+    rows = Held()
+    rows.put("state", "rows", {(b"a", 1, 9): 0, (b"b", 2, 9): 1})
+    return SimpleNamespace(_held=rows)
+
+  assert Producer._hold(held(), None) == Producer._hold(held(), 2) == 2
+  of = held()
+  assert Producer._hold(of, 0) == 0 and of._held.state is None and not of._held.names
+  assert Producer._hold(SimpleNamespace(_held=None), None) == Producer._hold(SimpleNamespace(_held=None), 0) == 0
+  for of, count in ((held(), 2), (SimpleNamespace(_held=Held()), 0), (SimpleNamespace(_held=None), 0)):
+    with pytest.raises(ConfigError, match=f"says that 3 completions go on in their rows, and {count} are there"):
+      Producer._hold(of, 3)
 
 
 def test_where_prompts_end_all_that_has_begun_is_trained_on(prompts, tmp_path):

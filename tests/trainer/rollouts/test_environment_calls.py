@@ -59,8 +59,16 @@ class Hangs:
     return Turn(reward=1.0, done=True)
 
 
+def together(made, functions, most):
+  """The answers to a call of each environment, of at most so many at the same time."""
+  all_of = calls.Together(most)
+  for one, function in zip(made, functions, strict=True):
+    all_of.start(one, function)
+  return all_of.answers(made)
+
+
 def call(made, function):
-  answer, = calls.together([made], [function], 1)
+  answer, = together([made], [function], 1)
   if answer.error is not None:
     raise answer.error
   return answer.value
@@ -129,7 +137,7 @@ def test_those_that_can_end_are_given_the_time(monkeypatch):
   """Many coroutines that hang at once are cancelled, and no reason to stop."""
   monkeypatch.setattr(calls, "MOST_LEFT", 2)
   many = [calls.Calls(0.1) for _ in range(8)]
-  found = calls.together(many, [functools.partial(_await, made, asyncio.Event().wait) for made in many], 8)
+  found = together(many, [functools.partial(_await, made, asyncio.Event().wait) for made in many], 8)
   assert all(isinstance(answer.error, calls.TookTooLong) for answer in found)
 
 
@@ -155,7 +163,7 @@ def test_so_many_are_called_at_the_same_time():
     return number
 
   made = [calls.Calls(None) for _ in range(12)]
-  found = calls.together(made, [functools.partial(step, n) for n in range(12)], 4)
+  found = together(made, [functools.partial(step, n) for n in range(12)], 4)
   assert [answer.value for answer in found] == list(range(12)) and most == [4]
   for one in made:
     one.close()

@@ -189,7 +189,7 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(name):
 
   @jax.jit
   def total(params, batch):
-    logps = sequences.sequence_logps(model, params, batch)
+    logps = sequences.segment_sums(sequences.token_logprobs(model, params, batch), batch)
     return jnp.sum(logps * batch["advantages"]), logps
 
   (found, gradient), (expected, plain) = (jax.value_and_grad(total, has_aux=True)(params, batch)

@@ -126,13 +126,19 @@ def test_a_run_whose_policies_change_within_rollouts_is_had_again(prompts, tmp_p
   again = train(config(prompts, total_steps=8, schedule=str(tmp_path / "w" / NAME), **given), tmp_path / "again")
   assert_same_state(run.state, again.state)
   assert rows_of(tmp_path / "again") == rows
+  # Those that go on are not run again: each rollout but the first has rows of the one before.
+  assert [bool(line.get("kept")) for line in lines] == [carry and line["rollout"] > 0 for line in lines]
+  assert [line.get("kept", 0) for line in lines] == [
+      rows[line["update"]].get("rollout/rows_held", 0) for line in lines]
   for line in lines:
     assert table(tmp_path / "w", line["update"]) == table(tmp_path / "again", line["update"])
 
 
 def test_changes_that_cannot_be_are_refused(tmp_path):
   write(tmp_path, 0, Sampled(1, [(2, 2), (5, 3)]), 4)
-  assert read(tmp_path / NAME, 3) == {0: (1, [(2, 2), (5, 3)])}
+  assert read(tmp_path / NAME, 3) == {0: Sampled(1, [(2, 2), (5, 3)])}
+  write(tmp_path, 1, Sampled(2, kept=7), 4)
+  assert read(tmp_path / NAME, 3)[1] == Sampled(2, [], 7)
   with pytest.raises(ConfigError, match=re.escape("Use --config.rollout.in_flight=True")):
     read(tmp_path / NAME, 3, in_flight=False)
   for changes in ([(2, 1)], [(2, 2), (2, 3)], [(3, 3), (2, 4)], [(2, 5)]):

@@ -193,7 +193,7 @@ def test_precomputed_log_probs_of_the_reference_give_the_same_bits():
   assert stored.dtype == np.float32 and not np.any(stored[batch["loss_weights"] == 0])
   with_stored = results(smoothed(), batch | {"ref_logprobs": stored}, reference=params)  # these are not looked at
   assert with_stored == results(smoothed(), batch)
-  sums = np.asarray(jax.jit(lambda p, b: sequences.sequence_logps(model, p, b))(reference, batch))
+  sums = np.asarray(jax.jit(sequences.segment_sums)(stored, batch))
   expected = [[y[0].sum() for y in example] for example in sequences_alone()[1]]
   np.testing.assert_allclose(sums[0], np.ravel(expected[:2]), rtol=1e-5)
   assert not sums[4].any()
@@ -313,7 +313,7 @@ def test_sums_of_a_bfloat16_policy_are_float32():
   example = ([1], rng.integers(0, 24, 300).tolist(), rng.integers(0, 24, 200).tolist())
   batch = pairs.batch([[example]], length=512, pairs=1)
   tokens = jax.jit(lambda p, b: sequences.token_logprobs(model, p, b))(params, batch)
-  sums = jax.jit(lambda p, b: sequences.sequence_logps(model, p, b))(params, batch)
+  sums = jax.jit(lambda p, b: sequences.segment_sums(sequences.token_logprobs(model, p, b), b))(params, batch)
   assert tokens.dtype == sums.dtype == jnp.float32
   expected = np.asarray(tokens, np.float64)[0, 1:301].sum()
   assert float(sums[0, 0]) == pytest.approx(expected, rel=1e-6)

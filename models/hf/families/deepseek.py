@@ -1,14 +1,18 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, and experts in groups beside shared ones, after dense layers."""
+"""DeepSeek V2, V2-Lite, V3 and R1, Kimi K2, and dots.llm1."""
 
 import math
 from dataclasses import dataclass
 
-from models.hf.families import common
+from models.hf.families import common, mtp
+from models.hf.families.gemma import write_window
 from models.hf.families.qwen3_moe import EXPERTS
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, Must, Rule, Same
+from models.hf.keys import Key, LayerTypes, Must, Rule, Same
 from models.hf.rope import Rope
+from models.hf.source import Source
 
+# ----------------------------------------------------------------------------------------------
+# DeepSeek-V2 and V2-Lite: latent attention, and experts in groups beside shared ones, after dense layers.
 
 @dataclass(frozen=True)
 class OrNull(Key):
@@ -145,4 +149,87 @@ DEEPSEEK_V2 = Family(
     table=(*common.ENDS, *common.NORMS, *LATENT, *MIXTURE),
     fixed={"rope_interleaved": True, "moe.normalize_weights": False},
     inert=INERT,
+)
+
+
+# ----------------------------------------------------------------------------------------------
+# DeepSeek-V3, R1 and Kimi K2: V2's layers, with sigmoid scores and a bias that keeps experts evenly used.
+
+# Entries that say how many modules predict tokens further ahead.
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
+CHOICE_BIAS = Tensor("layers.{layer}.mlp.gate.e_score_correction_bias", "blocks/moe/router/choice_bias")
+
+
+def experts(size: int, number: int, per_token: int, scale: float, groups: int = 1, groups_used: int = 1
+            ) -> tuple[Rule, ...]:
+  """The router and its experts; the arguments are what a family's class assumes where nothing is said."""
+  return (
+      Key("moe_intermediate_size", "moe.expert_size", default=size),
+      Key("n_routed_experts", "moe.num_experts", default=number, alias="num_local_experts"),
+      Key("num_experts_per_tok", "moe.experts_per_token", default=per_token),
+      SharedExperts("n_shared_experts", "moe.shared_size", default=1),
+      Key("routed_scaling_factor", "moe.weight_scale", float, default=scale),
+      Key("n_group", "moe.groups", default=groups), Key("topk_group", "moe.groups_used", default=groups_used),
+      Key("norm_topk_prob", "moe.normalize_weights", bool, default=True),
+      Must("scoring_func", "sigmoid", "softmax scores are DeepSeek-V2's"),
+      Must("topk_method", "noaux_tc", "groups are chosen by the sum of their two best scores, with the bias"),
+  )
+
+
+SCORES = {"moe.scores": "sigmoid", "moe.choice_bias": True}
+TABLE = (*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS)
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    model_types=("deepseek_v3", "kimi_k2"),
+    architectures=("DeepseekV3ForCausalLM",),
+    keys=(
+        *latent_sizes(q_rank=1536, nope=128, value=128),
+        *experts(size=2048, number=256, per_token=8, scale=2.5, groups=8, groups_used=4),
+        Key("rope_interleave", "rope_interleaved", bool, default=True),
+        DenseLayers(3), mtp.Modules(*AHEAD),
+    ),
+    table=TABLE,
+    fixed=SCORES,
+    inert=INERT,
+    ahead=mtp.as_layers(TABLE, *AHEAD),
+)
+
+
+# ----------------------------------------------------------------------------------------------
+# dots.llm1: Qwen 3's attention, and DeepSeek V3's router and experts.
+
+def sliding_window(source: Source) -> int | None:
+  return source.get("sliding_window", int, 4096, None)
+
+
+def from_max_window_layers_on(source: Source, layers: int) -> tuple[str, ...]:
+  first = source.get("max_window_layers", int, 62, 0)
+  return tuple("local" if i >= first and sliding_window(source) else "global" for i in range(layers))
+
+
+DOTS1 = Family(
+    name="dots1",
+    model_types=("dots1",),
+    architectures=("Dots1ForCausalLM",),
+    keys=(
+        *common.SIZES, common.HEAD_SIZE, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(),
+        common.ATTENTION_BIAS,
+        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
+        LayerTypes(sliding_window, from_max_window_layers_on, write_window),
+        Key("moe_intermediate_size", "moe.expert_size", default=1408),
+        Key("n_routed_experts", "moe.num_experts", alias="num_local_experts"),
+        Key("num_experts_per_tok", "moe.experts_per_token"),
+        SharedExperts("n_shared_experts", "moe.shared_size"),
+        Key("routed_scaling_factor", "moe.weight_scale", float, default=1.0),
+        Key("n_group", "moe.groups", default=1, null=1), Key("topk_group", "moe.groups_used", default=1, null=1),
+        Key("norm_topk_prob", "moe.normalize_weights", bool, default=False, null=False),
+        Must("moe_layer_freq", 1, "all layers after the first ones have experts"),
+        DenseLayers(0),
+    ),
+    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *MIXTURE, CHOICE_BIAS),
+    fixed=SCORES | {"qk_norm": True},
+    # Published folders have here what transformers does not read: how experts are chosen, which is as in DeepSeek V3.
+    inert=frozenset({"scoring_func", "topk_method"}),
+    classifier=None,
 )
