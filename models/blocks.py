@@ -314,7 +314,9 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
     columns = [jnp.unstack(leaf) for leaf in leaves]
     for i, block in enumerate(blocks, start):
       its = treedef.unflatten([column[i] for column in columns])
-      x, tree = remat(at(i, range(start, start + len(blocks))), False)(x, block, its)
+      # What keeps a layer's input (`Transformer.layer_inputs`) is called as a block is, but is no tree of arrays.
+      of_place = at(i, range(start, start + len(blocks))) if isinstance(block, Block) else functools.partial(layer, i)
+      x, tree = remat(of_place, False)(x, block, its)
       stacked.append(jax.tree.map(lambda part: part[None], tree))
     return x
 

@@ -221,7 +221,9 @@ def test_another_version_of_the_same_content_is_read_again_and_taken(tmp_path, s
 def test_a_bpe_is_trained_on_the_first_part(folder):
   c = config(folder)
   opened, texts = open_source(c.input.sources.main, "main", streams=True), list(loader.train_texts(c, "texts")())
-  with Parts(opened, c.input.sources.main, c.seed).open((0, 0), threading.Event()) as (part, last):
+  parts = Parts(opened, c.input.sources.main, c.seed)
+  assert parts.named((0, 2)).endswith(".jsonl, piece 2 (from 0) of 700 bytes,")
+  with parts.open((0, 0), threading.Event()) as (part, last):
     assert not last and texts == [record.fields["text"] for record in part.records()] and 5 < len(texts) < 40
 
 

@@ -1,7 +1,9 @@
 """The place in the data after other batch sizes: every row once an epoch, by the texts that real runs were given."""
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 
 from tests import tiny
 from tests.trainer import rollout_runs
-from trainer import train
+from trainer import position, train
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint, checksums
-from trainer.config import source
+from trainer.config import defaults, source
+from trainer.errors import CheckpointError
 from trainer.modes.replay import replay
 from trainer.telemetry.writers import read_rows
 
@@ -182,3 +185,18 @@ def test_a_rollout_is_trained_on_as_it_was_begun_and_each_prompt_is_drawn_once(t
   assert ended.data.batch_range(8) == (20, 3)  # of which the length of a run in epochs is made
   epochs = [row["epoch"] for row in read_rows(tmp_path / "w" / "metrics.jsonl") if "epoch" in row]
   assert epochs == [4 / 40, 4 / 40, 8 / 40, 8 / 40, 11 / 40, 14 / 40, 17 / 40, 20 / 40]
+
+
+@pytest.mark.parametrize("taken, told", [(8, None), (4, "that of step 6 is before a change of the batch size")])
+def test_a_state_from_before_another_size_is_refused(taken, told):
+  """A checkpoint of batches of 8, where the data are those of a past with batches of `taken`."""
+  c = defaults()
+  c.batch_size, c.seq_len = 8, 16
+  past = {size: dict(of="rows", pieces=[[0, 0, size, 1, 1, 0, 16]], tokens=6 * 16 * size) for size in (4, 8)}
+  meta = dict(step=6, config={}, data_fingerprint="a", taken=past[8])
+  restored = []
+  data = SimpleNamespace(taken=position.steps_of(c, position.past_of(meta | dict(taken=past[taken]))),
+                         past_fingerprint="a", restore=lambda step, *_: restored.append(step))
+  with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
+    position.go_on(c, data, SimpleNamespace(step=6, meta=meta, arrays=None), True)
+  assert restored == ([] if told else [6])

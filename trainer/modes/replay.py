@@ -111,9 +111,9 @@ def _micro_batches(resolved: ConfigDict, past: Past | None, begun: int, step: in
     return resolved.grad_accum_steps
   steps = position.steps_of(resolved, past)
   last = steps.at(step - 1)
-  sizes = [piece.size for piece in steps.pieces if piece.step < step and piece.step >= steps.at(begun).step]
-  to_come = [piece.size for piece in steps.pieces if piece.step >= last.step]
-  micro = math.gcd(last.size // last.parts, resolved.batch_size, *sizes, *to_come)
+  # Those to come, too: a stage must have whole micro-batches.
+  sizes = [piece.size for piece in steps.pieces if piece.step >= steps.at(begun).step]
+  micro = math.gcd(last.size // last.parts, resolved.batch_size, *sizes)
   return resolved.batch_size // micro
 
 

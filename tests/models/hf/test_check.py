@@ -56,6 +56,16 @@ def test_says_where_they_part(olmo):
   assert "not compared, since transformers did not write it: logits\n" in text
 
 
+def test_a_thousandth_is_too_far(olmo, monkeypatch, capsys):
+  monkeypatch.setattr(check, "ours", lambda *_: olmo[1])
+  monkeypatch.setattr(sys, "argv", ["check", str(REFERENCES / "olmo3")])
+  for factor, code in ((1.0, 0), (1.001, 1)):
+    monkeypatch.setattr(check, "theirs", lambda *_, factor=factor: {name: x * factor for name, x in olmo[1].items()})
+    with pytest.raises(SystemExit) as ended:
+      check.main()
+    assert int(ended.value.code) == code and "by more than 0.0001" in capsys.readouterr().out or code
+
+
 def test_of_a_folder_with_images_the_text_model_is_compared_where_it_is_a_family(tmp_path):
   """With what transformers made of a text without images; names are those of the text model."""
   folder = REFERENCES.parent / "native_references" / "qwen3_5"

@@ -111,6 +111,19 @@ def test_adapters_alone_are_no_start_where_nothing_gives_their_base(tmp_path):
     first((tmp_path, wanted))
 
 
+def test_adapters_of_a_run_and_of_a_folder_are_too_many(monkeypatch):
+  """Where the run gave the base alone, the folder gives the adapters."""
+  paths = ("q/kernel", "q/lora_a")
+  wanted = tree.unflatten({path: jax.ShapeDtypeStruct((8, 2), jnp.float32) for path in paths})
+  origin = dataclasses.replace(init_from.origin_of(defaults()), path="r", peft="p")
+  monkeypatch.setattr(init_from, "_from_peft", lambda *_: [("q/lora_a", np.ones((8, 2), np.float32))])
+  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [("q/kernel", np.ones((8, 2), np.float32))])
+  assert init_from.first_params(origin, None, wanted)[1] == "1 arrays from r, 1 arrays from p"
+  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [(path, np.ones((8, 2), np.float32)) for path in paths])
+  with pytest.raises(ConfigError, match=r"both init_from.path='r' and model.lora.peft='p' hold adapters; give one"):
+    init_from.first_params(origin, None, wanted)
+
+
 def test_what_does_not_fit_is_listed_from_both_sides(run):
   with pytest.raises(ConfigError) as error:
     first(run)

@@ -79,6 +79,7 @@ def test_nobody_hangs_while_something_moves_or_may_take_its_time():
   slow = dict(waits=False, phase="eval", limit=3600.0)
   assert named(standing(8, 601), standing(8, 601, **slow)) is None
   assert named(standing(8, 3601), standing(8, 3601, **slow)) == (1,)
+  assert named(standing(8, 601), standing(8, 601, **slow), standing(8, 601, waits=False)) is None
   assert named(standing(8, 601), standing(7, 601, waits=False), silent=(0.0, 30.0)) is None  # it may be dead instead
   setup = dict(waits=False, phase="set-up", limit=0.0)
   assert named(standing(0, 1e6), standing(0, 1e6, **setup)) is None

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from tests.trainer.distributed import two_threads
@@ -187,3 +188,15 @@ def test_what_fails_in_the_first_process_is_told(monkeypatch):
   for work in (goes_first, lambda index: processes.decided("a file", lambda: fails(index))):
     assert [str(error) for error in two_threads.run(monkeypatch, work)] == [
         "no file", "process 0 failed at: a file: ConfigError: no file"]
+
+
+def test_data_that_differ_in_any_part_are_refused(monkeypatch):
+  processes.check_same("the training data", "alone")
+  monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
+  others = [np.zeros(8, np.int32), np.zeros(8, np.int32)]
+  monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda mine: np.stack([mine, mine + others[0],
+                                                                                           mine + others[1]]))
+  processes.check_same("the training data", "same")
+  others[1][3] = 1
+  with pytest.raises(ConfigError, match="the training data of process 2 differ from those of process 0"):
+    processes.check_same("the training data", "same")

@@ -248,6 +248,37 @@ def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_pat
   assert own or not any("OLD" in file.read_text() for file in (*out.glob("*.json"), *out.glob("**/*.jinja")))
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_the_tokenizer_s_files_come_along_where_the_run_has_that_tokenizer(tmp_path, same):
+  original = tmp_path / "run" / "hf"
+  BytesTokenizer().save(original / "tokenizer.json")
+  tokenizer = load_tokenizer(original)
+  hf.write_json(original / files.CONFIG, {})
+  named = files.read_json(original / "tokenizer_config.json")
+  hf.write_json(original / "tokenizer_config.json", {**named, "model_max_length": 77})
+  if not same:
+    content = json.loads((original / "tokenizer.json").read_text())
+    content["model"]["vocab"]["ab"], content["model"]["merges"] = 258, [["a", "b"]]
+    (original / "tokenizer.json").write_text(json.dumps(content))
+  config = config_checks.resolve(tiny.config(tmp_path))
+  (tmp_path / "out").mkdir()
+  came_along, _ = export._write_texts(config, tokenizer, tmp_path / "run", tmp_path / "out")
+  told = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+  assert came_along == same == ("model_max_length" in told)
+  assert load_tokenizer(tmp_path / "out").fingerprint == tokenizer.fingerprint
+
+
+def test_a_template_is_exported_as_it_was_when_the_run_began(tmp_path):
+  mine = tmp_path / "mine.jinja"
+  mine.write_text("MINE {{ messages[0].content }}<|eos|>")
+  config = config_checks.resolve(tiny.config(tmp_path, strategy=dict(name="sft"), chat=dict(template=str(mine))))
+  BytesTokenizer().save(tmp_path / "run" / "tokenizer.json")
+  workdir_lib.save_config(config, tmp_path / "run", load_tokenizer(tmp_path / "run"))
+  mine.write_text("LATER {{ messages[0].content }}<|eos|>")
+  template, stop_ids = export._chat(config, load_tokenizer(tmp_path / "run"))
+  assert template.source.startswith("MINE") and stop_ids
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(step=3), "no checkpoint of step 3; there are: 1, 4"),
     (dict(dtype="int8"), "dtype is 'int8'; allowed: float32, bfloat16, float16"),

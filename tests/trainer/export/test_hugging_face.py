@@ -220,3 +220,13 @@ class StopAt(Callback):
   def on_optimizer_step(self, run):
     if run.step == self._step:
       run.stop_requested = "the test"
+
+
+@pytest.mark.parametrize("entries, wanted", [(259, 320), (260, 260), (261, 261)])
+def test_entries_are_made_for_new_tokens_where_there_are_too_few(folder, tmp_path, entries, wanted):
+  """The tokenizer has 258 tokens, and two more."""
+  shutil.copytree(folder, tmp_path / "hf")
+  file = tmp_path / "hf" / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | dict(vocab_size=entries)))
+  resolved, notes = filled(model=dict(hf=str(tmp_path / "hf")), tokenizer=dict(new_tokens=("<a>", "<b>")))
+  assert resolved.model.vocab_size == wanted and ("there are 260" in "".join(notes)) == (wanted != entries)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from models.attention.pages import PAGE
-from trainer.generate.slots import Pages
+from trainer.generate.slots import Pages, Rows, Texts
 
 
 def test_a_page_is_of_one_row_and_keeps_its_text_when_rows_are_chosen_anew():
@@ -47,3 +47,19 @@ def test_half_of_the_pages_that_are_not_needed_are_wasteful():
   rows.give(1, 20 * PAGE)
   assert rows.wasteful() and rows.size == 48
   assert len(rows.gathered(range(16))) == rows.size == 24
+
+
+def test_a_text_that_has_ended_leaves_its_pages_to_others():
+  prompt = np.ones(300, np.int32)
+  rows = Rows(8, 8, Texts([prompt], [], [range(3)], [100], [0], [0], [None], [False]), 4, True)
+
+  def held():
+    return [(rows.table.owners_Q == row).sum() for row in range(3)]
+
+  rows.begin(0, (0, 0))
+  assert held() == [5, 0, 0]  # for 304 tokens
+  rows.begin(1, (0, 1))
+  rows.end(0)
+  assert held() == [0, 5, 0] and rows.busy() == [1]
+  rows.begin(2, (0, 2))
+  assert held() == [0, 5, 5] and rows.sizes.pages == 16

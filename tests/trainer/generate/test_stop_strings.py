@@ -115,6 +115,8 @@ def test_what_is_printed_as_it_comes_is_the_text_and_nothing_is_taken_back(kind,
                            c.finish_reason, c.stop_reason)
     shown = list(generate.printed(tokenizer, iter(parts), stop))
     assert len(shown) == len(parts) and "".join(shown) == stop.text(c), (stops, ids)
+    if keep:  # nothing waits
+      assert stop.certain(c.ids[:-1]) == tokenizer.decode(c.ids[:-1])
 
 
 # (Rows of stop strings on a mesh: the same loop as without them, test_sampler.py.)

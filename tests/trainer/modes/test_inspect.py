@@ -15,7 +15,7 @@ from tests.evaluators import digits
 from tests.trainer.report.test_pages import pictures
 from trainer.config import checks as config_checks
 from trainer.config import reward, strategy
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.modes import inspect
 
 
@@ -176,3 +176,10 @@ def test_long_runs_of_one_token_are_shown_once():
   few = [inspect.Token("y", 2, 1.0, 1, n) for n in range(inspect.RUN - 1)]
   assert [t.text for t in inspect.in_short(tokens + few)] == [f"⟨x × {inspect.RUN}⟩", "⟨9 × 20⟩", *["y"] * len(few)]
   assert [t.text for t in inspect.in_short([*few, few[0]._replace(weight=0.0)])] == ["y"] * inspect.RUN
+
+
+def test_options_that_cannot_work_are_refused_as_training_would(tmp_path):
+  config = tiny.config(tiny.write_corpus(tmp_path / "c"))
+  config.model.head = "score"
+  with pytest.raises(ConfigError, match=r"^model.head is 'score', but strategy 'seq'"):
+    inspect.inspect(config, tmp_path / "w")

@@ -200,3 +200,13 @@ def test_preferences_stay_together():
   np.testing.assert_array_equal(apart["segment_ids"][:, :4], [[1, 1, 2, 2]] * 2)
   np.testing.assert_array_equal(apart["segment_roles"], [[1, 2, 0, 0]] * 2)
   assert apart["tokens"].shape == (2, 12)
+
+
+def test_an_export_is_compared_with_the_largest_number(monkeypatch):
+  monkeypatch.setattr(invariances, "export", lambda *_, **__: None)
+  monkeypatch.setattr(invariances.hf, "load", lambda path: ("loaded", None))
+  of_model = {"loaded": [[1.0, -4.5]], "own": [[1.25, -5.0]]}
+  monkeypatch.setattr(invariances, "_outputs", lambda model, *_: np.array(of_model[model]))
+  s = given()
+  s.model, s.workdir, s.run = "own", Path("w"), SimpleNamespace(state={"params": {}})
+  assert invariances.exported(s) == 0.1  # |4.5 - 5| / 5

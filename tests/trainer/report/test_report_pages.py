@@ -50,7 +50,8 @@ def test_nothing_in_a_workdir_acts_on_the_page(tmp_path):
   (folder / "samples").mkdir()
   said = {"prompt": EVIL, "tokens": [EVIL, "\x1b[31m"], "logprobs": [-1.0, math.nan], "where": EVIL, "answer": EVIL,
           "reference": {"completion": EVIL}}
-  for name, content in (("a_1.jsonl", json.dumps(said)), ("b-2.txt", EVIL), ("<i>-3.txt", EVIL), ("c-4.html", EVIL)):
+  for name, content in (("a_1.jsonl", json.dumps(said)), ("b-2.txt", EVIL + "\x1b"), ("<i>-3.txt", EVIL),
+                        ("c-4.html", EVIL)):
     (folder / "samples" / name).write_bytes(content.encode("utf-8", "replace"))
   shown = made(folder)
   seen = EVIL.replace("\ud800", "?")
@@ -58,6 +59,7 @@ def test_nothing_in_a_workdir_acts_on_the_page(tmp_path):
   for section in ("notes", "samples", "data", "checks", "config", "ran"):
     assert (pages.visible(EVIL) if section == "samples" else seen) in shown.texts[section], section
   assert "49" not in shown.texts["notes"] and "\\x1b[31m" in shown.texts["samples"]
+  assert "\x1b" not in shown.texts["samples"]
   other = report_pages.read(compare.write([folder, write_run(tmp_path / "b", rows())], tmp_path / "c.html"))
   assert seen in other.series()
 

@@ -149,3 +149,19 @@ def test_what_several_processes_cannot_do_at_once_is_refused(rollout, said, monk
     return
   with pytest.raises(ConfigError, match=re.escape(said)):
     options.check_devices(config)
+
+
+def test_an_update_that_has_a_rollout_does_not_wait_for_the_next(monkeypatch):
+  gate, waited = threading.Event(), []
+
+  def play(index):
+    ahead, _, run = made(lambda number: number and waited.append(not gate.wait(2)))
+    run.state["params"] = {"w": jnp.asarray(0)}
+    try:
+      assert ahead.fill(run, True) and len(ahead.ready) == 1  # the next has begun
+      return ahead.fill(run, True)
+    finally:
+      gate.set()
+      ahead.close()
+
+  assert two_threads.run(monkeypatch, play) == [True] * 2 and waited == [False]

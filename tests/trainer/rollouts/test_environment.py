@@ -490,6 +490,12 @@ def test_what_the_sampler_raises_is_raised(tmp_path):
     episodes.run(items, 1, stopped, 0)
 
 
+@pytest.mark.parametrize("env", ["Opening", None])
+def test_where_the_sampler_was_told_to_stop_there_are_no_episodes(tmp_path, env):
+  items, episodes = setup(tmp_path, [{"q": "Hi"}], env=env)
+  assert episodes.run(items, 1, lambda *_, **__: None, 0) is None
+
+
 @pytest.mark.parametrize("name, message", [
     ("Nothing", "rollout.environment: found .* could not be imported"),
     ("Sampler", r"rollout.environment: .*\.Sampler has no reset\(\)"),

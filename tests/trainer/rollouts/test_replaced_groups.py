@@ -48,7 +48,7 @@ def kept(script, num_prompts, resample):
 
   producer = object.__new__(Producer)
   producer.__dict__.update(
-      _resample=resample, _seed=0, _carries=False, _max_staleness=0, _sample=lambda *args: [], _score=score,
+      _resample=resample, _seed=0, _carries=False, _held=None, _max_staleness=0, _sample=lambda *args: [], _score=score,
       _select=select,
       curriculum=SimpleNamespace(unmeasured=lambda: None, after=lambda *args: (None, {}),
                                  choose=lambda drawn, count, rates: ([None] * count, drawn + count)))
