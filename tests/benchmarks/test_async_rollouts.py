@@ -25,6 +25,7 @@ def test_a_chip_decodes_what_it_should_in_the_time_that_it_reads_in():
 def test_turns_leave_more_than_40_percent_idle_and_refilled_rows_less_than_10():
   turns, whole, refilled = sim.whole_rollouts(6, 0), sim.whole_rollouts(6, 1), sim.refilled(16, 4)
   assert turns.idle > 0.4 > 0.1 > refilled.idle and turns.stalest == 0
+  assert sim.carried(20, 6).idle < 0.1  # what Weft does
   assert refilled.idle < whole.idle < turns.idle and whole.stalest == 1 and refilled.stalest <= 4
   assert sim.refilled(3, 2) == sim.refilled(3, 2) and sim.lengths(random.Random(1)) != sim.lengths(random.Random(2))
 
