@@ -140,7 +140,7 @@ def test_teachers_that_cannot_be_are_refused(tmp_path):
       (dict(teachers={"b": dict(weight=1.0)}), "strategy.teachers.b.path is None; it must be of type str"),
       (dict(teachers={"b/c": dict(path=b)}), "strategy.teachers has the name 'b/c'; allowed: letters, digits, _ and -"),
       (dict(teachers={"1": dict(path=b)}), "strategy.teachers has the name '1'"),
-      (dict(teachers={"b": b}), "strategy.teachers.b is '.*'; it must be a dict such as"),
+      (dict(teachers={"b": b}), "strategy.teachers.b is '.*; it must be a dict such as"),
       (dict(teachers={"b": dict(path=b, weight=0.0)}), "strategy.teachers.b.weight is 0.0; it must be above 0"),
       (dict(teachers={"b": dict(path=b, source=("left",))}), "strategy.teachers.b has the key 'source'; allowed: path"),
       (dict(teachers={"b": dict(path=b, sources=("lft",))}), "strategy.teachers.b.sources has 'lft'; the sources are"),
