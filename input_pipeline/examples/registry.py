@@ -175,12 +175,13 @@ class TokenizedEncoder:
     if weights is None or weights.dtype.kind not in "iuf":
       raise self._not_a_list(record, "weights", "numbers")
     self._check_length(record, "weights", len(weights), len(ids))
-    weights = weights.astype(np.float32)
-    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    with np.errstate(over="ignore"):  # told below
+      kept = weights.astype(np.float32)
+    bad = np.flatnonzero(~(np.isfinite(kept) & (kept >= 0)))
     if len(bad):
       raise DataError(f"{record.where}: {self._name('weights')}[{bad[0]}] is {weights[bad[0]]}; weights are finite "
-                      "numbers from 0 on.")
-    return weights
+                      "numbers from 0 on, in float32.")
+    return kept
 
   def _ids(self, record: Record, key: str) -> np.ndarray:
     ids = _array(record.fields[self._name(key)])

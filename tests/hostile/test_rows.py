@@ -64,7 +64,7 @@ TOKENS = [
     ("labels and weights", {"input_ids": [1, 2], "labels": [1, 2], "weights": [1, 1]}, "has both"),
     ("weights nan", '{"input_ids": [1, 2], "weights": [1, NaN]}', "weights[1] is nan"),
     ("weights infinite", '{"input_ids": [1, 2], "weights": [1, Infinity]}', "weights[1] is inf"),
-    ("weights overflow", '{"input_ids": [1, 2], "weights": [1, 1e39]}', "weights[1] is inf"),
+    ("weights overflow", '{"input_ids": [1, 2], "weights": [1, 1e39]}', "weights[1] is 1e+39"),
     ("weights negative", {"input_ids": [1, 2], "weights": [1, -1]}, "weights[1] is -1"),
     ("weights are strings", {"input_ids": [1, 2], "weights": ["1", "1"]}, "'weights' must be a list of numbers"),
     ("padding", {"input_ids": [1, 2], "attention_mask": [1, 0]}, "'attention_mask' is not 1"),

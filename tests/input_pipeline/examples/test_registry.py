@@ -117,7 +117,7 @@ def test_rows_of_tokens_that_train_nothing_are_dropped_for_a_reason(fields, reas
     (dict(input_ids=[1, 2], labels=[2, -100]), "labels[0] is 2, but input_ids[0] is 1. A label is the token at its"),
     (dict(input_ids=[1, 2], labels=7), "'labels' must be a list of whole numbers, found int."),
     (dict(input_ids=[1, 2], weights=[1, 1, 1]), "'weights' has 3 entries, but 'input_ids' has 2."),
-    (dict(input_ids=[1, 2], weights=[1, -0.5]), "weights[1] is -0.5; weights are finite numbers from 0 on."),
+    (dict(input_ids=[1, 2], weights=[1, -0.5]), "weights[1] is -0.5; weights are finite numbers from 0 on, in float32."),
     (dict(input_ids=[1, 2], weights=[1, float("nan")]), "weights[1] is nan; weights are finite"),
     (dict(input_ids=[1, 2], weights=[1, float("inf")]), "weights[1] is inf; weights are finite"),
     (dict(input_ids=[1, 2], weights=["a", 1]), "'weights' must be a list of numbers, found a list that holds 'a'."),
