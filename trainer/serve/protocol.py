@@ -19,7 +19,7 @@ from trainer.serve.engine import How
 
 DEFAULT_TOKENS = 256
 # Keys that change nothing here, whatever they are.
-INERT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+INERT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Keys of what a chat is to answer.
 CONVERSATION = ("messages", "tools", "chat_template_kwargs")
 # Keys that must have one of these values, since others are not computed.

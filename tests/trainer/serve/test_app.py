@@ -78,8 +78,10 @@ def test_a_completion_is_what_the_sampler_draws(url, direct):
   np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected.full_logprobs, atol=1e-5)
   assert found["usage"] == dict(prompt_tokens=len(ids), completion_tokens=len(expected.ids),
                                 total_tokens=len(ids) + len(expected.ids), prompt_tokens_details=dict(cached_tokens=0))
-  # Token in, token out.
-  again = post(url, "/v1/completions", prompt=ids.tolist(), max_tokens=12, temperature=0, return_token_ids=True)
+  # Token in, token out; what clients say of themselves changes nothing.
+  again = post(url, "/v1/completions", prompt=ids.tolist(), max_tokens=12, temperature=0, return_token_ids=True,
+               user="a", metadata={"b": "c"}, store=True, service_tier="auto", safety_identifier="d",
+               prompt_cache_key="e", model="any")
   assert again["choices"][0]["token_ids"] == expected.ids.tolist() and found["model"] == "tiny"
 
 
