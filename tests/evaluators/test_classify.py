@@ -109,6 +109,7 @@ def test_confusions_are_counted():
     (dict(options=("one", "three")), DataError, "data.jsonl:2: the answer is 'one two'; evals.which wants it"),
     (dict(options=("one", "one")), DataError, "needs at least two, each once"),
     (dict(options=(), options_key="what"), DataError, "data.jsonl:1: no key 'what'; expected a list of texts"),
+    (dict(options=(*OPTIONS, "")), DataError, "data.jsonl:1: option 3 is empty"),
     (dict(options=(*OPTIONS, "x" * 60)), DataError, "data.jsonl:1: with option 3 .* more than seq_len=64")])
 def test_what_cannot_be_classified_is_refused(tmp_path, changed, error, message):
   with pytest.raises(error, match=message):

@@ -122,6 +122,8 @@ def test_prompts_and_answers_of_each_shape(tmp_path):
     ([dict(question="a", answer=None)], {}, DataError, "'answer' must be a string or a number, found NoneType"),
     (ROWS, dict(answer_key=None), ConfigError, "prompt_key='question' and answer_key=None; set both"),
     (ROWS, dict(pass_at=(1, 4)), ConfigError, "evals.math.pass_at: found 4, allowed: whole numbers from 1 to"),
+    (ROWS, dict(num_samples=0, pass_at=()), ConfigError, "evals.math: found num_samples=0, max_new_tokens="),
+    (ROWS, dict(max_new_tokens=0), ConfigError, "max_new_tokens=0; allowed: 1 or more"),
     (ROWS, dict(temperature=0.0), ConfigError, "temperature 0 makes all 3 samples of a prompt the same"),
     (ROWS, dict(top_p=1.5), ConfigError, "evals.math.top_p: found 1.5"),
     (ROWS, dict(extract="("), ConfigError, "evals.math.extract: '\\(' is no regex"),

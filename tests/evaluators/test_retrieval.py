@@ -1,6 +1,7 @@
 """Retrieval: ranks by a loop, and a run whose evaluation finds what the export would find."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from evaluators import retrieval
 from tests import tiny
 from tests.trainer.strategies import test_contrastive_runs as runs
 from trainer import train
-from trainer.config import evaluator
+from trainer.config import defaults, evaluator, strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.embed import command as embed
 from trainer.errors import ConfigError
@@ -79,6 +80,20 @@ def test_what_cannot_be_is_refused(tmp_path, changed, told):
   c = runs.config_of(tmp_path, evals=dict(r=evaluator(type="retrieval", split="all", **changed)))
   with pytest.raises(ConfigError, match=told):
     train(c, tmp_path / "w")
+
+
+def test_what_it_is_of_is_looked_at_first():
+  config = defaults()
+  for name, head, recall_at, told in (
+      ("seq", "tokens", (1,), "compares embeddings of queries and texts; strategy 'seq' learns none"),
+      ("contrastive", "tokens", (1,), "strategy 'contrastive' learns none"),
+      ("contrastive", "embedding", (), "evals.r.recall_at is ..; it must be numbers of 1 or more"),
+      ("contrastive", "embedding", (1, 0), "recall_at is .1, 0."),
+      ("contrastive", "embedding", (1, 2.5), "recall_at is .1, 2.5.")):
+    config.strategy = strategy(name)
+    config.model.head = head
+    with pytest.raises(ConfigError, match=told):
+      retrieval.Retrieval("r", SimpleNamespace(recall_at=recall_at), SimpleNamespace(config=config))
 
 
 def test_other_strategies_have_no_embeddings(tmp_path):
