@@ -114,6 +114,9 @@ def test_texts_are_read_line_by_line_or_by_their_column(tmp_path):
   assert embed.read_texts(str(tmp_path / "a.jsonl"), "body") == ["one", "two"]
   (tmp_path / "a.csv").write_text("id;body\n1;one\n2;two\n")
   assert embed.read_texts(str(tmp_path / "a.csv"), "body") == ["one", "two"]
+  (tmp_path / "none.txt").write_text("")
+  with pytest.raises(DataError, match="none.txt has no texts"):
+    embed.read_texts(str(tmp_path / "none.txt"), "text")
 
 
 @pytest.mark.parametrize("row, told", [

@@ -329,6 +329,7 @@ def test_calls_of_tools_are_told_as_openai_tells_them(text, content, calls, end)
      "tools", "each has a function"),
     ("/v1/chat/completions", dict(messages=[dict(content="a")]), "messages", "messages[0] has no 'role'"),
     ("/v1/load_weights", dict(path="/no/such/folder"), "path", "/no/such/folder"),
+    ("/v1/load_weights", dict(path=7), "path", "a folder with the same model"),
     ("/v1/completions", {}, None, "is no JSON"),
 ])
 def test_what_cannot_be_done_is_refused_by_name(url, path, body, key, says):
@@ -344,6 +345,9 @@ def test_a_client_that_goes_leaves_the_server_to_the_others(url):
   assert post(url, "/v1/completions", prompt="a", max_tokens=2)["choices"][0]["finish_reason"] in ("length", "stop")
   with urllib.request.urlopen(f"{url}/v1/models") as response:
     assert json.loads(response.read())["data"][0]["id"] == "tiny"
+  told = post(url, "/v1/completions", prompt="a", max_tokens=1)["system_fingerprint"]
+  with urllib.request.urlopen(f"{url}/health") as response:
+    assert json.loads(response.read()) == {"status": "ok", "system_fingerprint": told}
 
 
 def test_what_nobody_waits_for_is_not_generated_to_its_end(direct):
