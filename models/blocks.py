@@ -5,7 +5,7 @@ B batch, T length, D hidden size, H query heads, G key/value heads, K head size,
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -268,14 +268,14 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
   L, period = spec.num_layers, len(spec.layer_pattern)
   indices = jnp.arange(L) if each is None else (jnp.arange(L), each)
   stacked = []  # trees of runs of layers, in order
-  traced_once: dict[Any, Callable] = {}
+  kinds, traced_once = [kind(place) for place in range(L)], dict[Any, Callable]()
 
-  def at(place: int, others: Iterable[int]) -> Callable:
-    """`layer` at that place, with these places beside it."""
+  def at(place: int, start: int, stop: int) -> Callable:
+    """`layer` at that place, of those from `start` on, up to `stop`, that stand beside it."""
     of_place = functools.partial(layer, place)
-    if sum(kind(other) == kind(place) for other in others) == 1:
+    if kinds[start:stop].count(kinds[place]) == 1:
       return of_place
-    return traced_once.setdefault(kind(place), jax.jit(of_place))
+    return traced_once.setdefault(kinds[place], jax.jit(of_place))
 
   def in_group(start: int, i: int, x: Any, group: Any) -> tuple[Any, Any]:
     """The i-th layer of a period. It is taken out here, within what `remat` wraps: what goes in is then the scan's own
@@ -286,8 +286,8 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
       layers = [i for i in spec.layers_with(_part(path)) if i >= start]
       return jax.lax.index_in_dim(p, layers.index(start + i), keepdims=False) if start + i in layers else None
 
-    return at(start + i, range(start, start + period))(x, jax.tree_util.tree_map_with_path(take, blocks),
-                                                       jax.tree.map(lambda part: part[i], indices))
+    of_place = at(start + i, start, start + period)
+    return of_place(x, jax.tree_util.tree_map_with_path(take, blocks), jax.tree.map(lambda part: part[i], indices))
 
   def scanned(x: Any, start: int, periods: int) -> Any:
     def in_periods(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
@@ -315,7 +315,7 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
     for i, block in enumerate(blocks, start):
       its = treedef.unflatten([column[i] for column in columns])
       # What keeps a layer's input (`Transformer.layer_inputs`) is called as a block is, but is no tree of arrays.
-      of_place = at(i, range(start, start + len(blocks))) if isinstance(block, Block) else functools.partial(layer, i)
+      of_place = at(i, start, start + len(blocks)) if isinstance(block, Block) else functools.partial(layer, i)
       x, tree = remat(of_place, False)(x, block, its)
       stacked.append(jax.tree.map(lambda part: part[None], tree))
     return x

@@ -18,8 +18,6 @@ IMAGE = "\U0001fffe"
 KINDS = IMAGE_KIND, VIDEO_KIND = ("image", "video")
 PART_TYPES = {"image": IMAGE_KIND, "image_url": IMAGE_KIND, "video": VIDEO_KIND, "video_url": VIDEO_KIND,
               "input_video": VIDEO_KIND}
-# What messages call one.
-CALLED = {IMAGE_KIND: "image", VIDEO_KIND: "video"}
 # Columns that hold one, or several.
 COLUMNS = {IMAGE_KIND: ("image", "images"), VIDEO_KIND: ("video", "videos")}
 
@@ -144,7 +142,7 @@ def _with_places(contents: list, kind: str, marker: str, count: int, first: int,
             for i, content in enumerate(contents)]
   if (bare or marks) != count:
     places = f"{bare} parts of messages" if bare else f"{marks} × {marker!r} in its messages"
-    raise DataError(f"{where}: its columns have {count} {CALLED[kind]}(s), for {places}. Have one for each.")
+    raise DataError(f"{where}: its columns have {count} {kind}(s), for {places}. Have one for each.")
   return contents if not marks else [
       [piece for part in as_parts(content) for piece in _split(part, kind, marker)] if marker in text_of(content)
       else content for content in contents]

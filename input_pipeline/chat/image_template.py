@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 
-from input_pipeline.chat.image_parts import CALLED, IMAGE, IMAGE_KIND, KINDS, VIDEO_KIND, as_parts, parts_of
+from input_pipeline.chat.image_parts import IMAGE, IMAGE_KIND, KINDS, VIDEO_KIND, as_parts, parts_of
 from input_pipeline.chat.image_placeholders import ImageFormat
 from input_pipeline.chat.template import ChatTemplate, Rendered
 from input_pipeline.tokenizer.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class ImageTemplate:
     for kind in dict.fromkeys(kinds):
       shown = len(found) if not marks else found.count(kind)
       if shown != (wanted := len(kinds) if not marks else kinds.count(kind)):
-        raise DataError(f"{self.where} shows {shown} of the conversation's {wanted} {CALLED[kind]}s. Use another "
+        raise DataError(f"{self.where} shows {shown} of the conversation's {wanted} {kind}s. Use another "
                         "template (chat.template).")
     if marks and found != kinds:
       raise DataError(f"{self.where} shows images and videos in another order than the conversation has them. Use "

@@ -247,7 +247,7 @@ class Producer:
 
   def _hold(self, asked: int | None) -> int:
     """How many rows go on from the rollout before; `asked`: see `Policies`."""
-    if not asked and asked is not None and self._held is not None:
+    if asked == 0 and self._held is not None:
       self._held.clear()
     found = 0 if self._held is None else len(self._held.names)
     if asked is not None and asked != found:

@@ -109,8 +109,8 @@ def read(path: str | Path, max_staleness: int, in_flight: bool = True) -> dict[i
     if any(sorted(set(part)) != part for part in (looks, versions)) or versions[-1] >= first:
       raise ConfigError(f"rollout.schedule {path}:{place}: found policy {version} with the changes {changes}, for "
                         f"update {first}; chunks and policies grow, and a policy is of fewer updates.")
-    if changes and not in_flight:
-      raise ConfigError(f"rollout.schedule {path}:{place}: its policy changes within a rollout. Use "
-                        "--config.rollout.in_flight=True.")
+    if (changes or kept) and not in_flight:
+      what = "its policy changes within a rollout" if changes else "texts go on in rows that were held"
+      raise ConfigError(f"rollout.schedule {path}:{place}: {what}. Use --config.rollout.in_flight=True.")
     found[number] = Sampled(version, changes, kept)
   return found

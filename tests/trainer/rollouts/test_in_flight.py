@@ -141,6 +141,10 @@ def test_changes_that_cannot_be_are_refused(tmp_path):
   assert read(tmp_path / NAME, 3)[1] == Sampled(2, [], 7)
   with pytest.raises(ConfigError, match=re.escape("Use --config.rollout.in_flight=True")):
     read(tmp_path / NAME, 3, in_flight=False)
+  (tmp_path / NAME).unlink()
+  write(tmp_path, 1, Sampled(2, kept=7), 4)
+  with pytest.raises(ConfigError, match="texts go on in rows that were held. Use --config.rollout.in_flight=True"):
+    read(tmp_path / NAME, 3, in_flight=False)
   for changes in ([(2, 1)], [(2, 2), (2, 3)], [(3, 3), (2, 4)], [(2, 5)]):
     (tmp_path / NAME).unlink()
     write(tmp_path, 0, Sampled(1, changes), 4)
