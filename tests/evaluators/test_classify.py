@@ -2,12 +2,13 @@
 
 import functools
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from evaluators import common
+from evaluators import classify, common, questions
 from evaluators.classify import confusion, metrics
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests.evaluators import digits
@@ -114,3 +115,38 @@ def test_confusions_are_counted():
 def test_what_cannot_be_classified_is_refused(tmp_path, changed, error, message):
   with pytest.raises(error, match=message):
     make(tmp_path, **changed)
+
+
+@pytest.mark.parametrize("options, answer, found", [
+    (("yes", "no"), "no", 1), ((" yes", "no "), "yes", 0), (("yes", "no"), " no ", 1), (("yes", "no"), "maybe", None),
+    (("yes",), "yes", None), (("yes", "yes"), "yes", None)])
+def test_the_right_option_is_the_one_that_reads_as_the_answer(options, answer, found):
+  question = questions.Question(types.SimpleNamespace(where="a:1"), (answer,), None)
+  if found is None:
+    with pytest.raises(DataError, match="a:1: the (answer|options)"):
+      classify._right(question, options, "evals.val")
+  else:
+    assert classify._right(question, options, "evals.val") == found
+
+
+def test_several_answers_are_no_option():
+  question = questions.Question(types.SimpleNamespace(where="a:1"), ("yes", "no"), None)
+  with pytest.raises(DataError, match="a:1: the answer is 'yes | no'; evals.val wants it to be one of the options"):
+    classify._right(question, ("yes", "no"), "evals.val")
+
+
+@pytest.mark.parametrize("seq_len, told", [(8, None), (7, "with option 1 8 tokens, more than seq_len=7")])
+def test_a_text_may_be_as_long_as_a_row(seq_len, told):
+  """Prompts of 5 tokens, options of 2 and 3."""
+  made = classify.Classify.__new__(classify.Classify)
+  made._setup = types.SimpleNamespace(config=types.SimpleNamespace(seq_len=seq_len))
+  made._questions = [questions.Question(types.SimpleNamespace(where="a:1"), ("xx",), None)]
+  made._options = [("xx", "yyy")]
+  prompter = types.SimpleNamespace(answered=lambda prompt, text: (np.arange(5 + len(text)), 5))
+  if told is not None:
+    with pytest.raises(DataError, match=f"a:1: {told}"):
+      made._make_rows(prompter)
+    return
+  rows, prefixes = made._make_rows(prompter)
+  assert [(question, option, len(ids)) for question, option, ids in rows] == [(0, 1, 8), (0, 0, 7)]
+  assert prefixes == {(0, 0): 5, (0, 1): 5}

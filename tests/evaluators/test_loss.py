@@ -3,12 +3,15 @@
 import gzip
 import json
 import lzma
+import math
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from evaluators import common
+from evaluators import loss as loss_lib
 from input_pipeline import loader
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
@@ -137,3 +140,28 @@ def test_sources_of_its_own(corpus, tmp_path):
 def test_max_documents_limits_each_source(corpus, tmp_path):
   ev, _, _, _ = make(corpus, tmp_path, max_documents=2)
   assert ev._data.num_documents == {"main": 2}
+
+
+@pytest.mark.parametrize("sums, num_bytes, expected", [
+    ((2.0, 0.125, 0.25), None, dict(loss=8.0, perplexity=math.exp(8), accuracy=0.5)),  # weights may be small
+    ((900.0, 3.0, 9.0), 120, dict(loss=100.0, perplexity=math.exp(100), accuracy=1 / 3,
+                                  bits_per_byte=900 / math.log(2) / 120)),
+    ((9000.0, 0.0, 9.0), None, dict(loss=1000.0, perplexity=math.exp(700), accuracy=0.0))])  # e^1000 is no float64
+def test_the_numbers_of_a_split_by_hand(sums, num_bytes, expected):
+  found = dict(loss_lib._values("/a", np.array(sums), num_bytes))
+  assert found == {f"{name}/a": pytest.approx(value, rel=1e-12) for name, value in expected.items()}
+
+
+def test_of_several_sources_each_has_its_own_bytes_and_all_have_all():
+  """Two sources of 3 and 1 rows with 2 nats and 2 tokens each, of 30 and 5 bytes; with a baseline that is known."""
+  made = loss_lib.Loss.__new__(loss_lib.Loss)
+  made._data = types.SimpleNamespace(source_names=("a", "b"))
+  made._examples = [{"source_ids": np.array([0, 0, 1, -1])}, {"source_ids": np.array([0, -1, -1, -1])}]
+  made._row_sums = lambda params, batch: np.where(batch["source_ids"][:, None] < 0, 0.0, np.array([2.0, 1.0, 2.0]))
+  made._num_bytes, made._all_bytes, made._baselines = {"a": 30, "b": 5}, 35, {"gzip": 2.5}
+  found = dict(made.run(None, 3))
+  bits = 1 / math.log(2)
+  assert {name: value for name, value in found.items() if "bits" in name} == {
+      "bits_per_byte": pytest.approx(8 * bits / 35), "bits_per_byte/a": pytest.approx(6 * bits / 30),
+      "bits_per_byte/b": pytest.approx(2 * bits / 5), "bits_per_byte_gzip": 2.5}
+  assert found["loss"] == found["loss/b"] == 1.0 and found["accuracy/a"] == 0.5

@@ -1,13 +1,14 @@
 """Text samples: they continue the prompts, and are a function of the seed and the step."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evaluators import common
+from evaluators import common, samples
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
@@ -15,6 +16,7 @@ from tests.models.initial import initial
 from trainer.config import checks as config_checks
 from trainer.config import evaluator
 from trainer.errors import ConfigError
+from trainer.generate.completion import Completion
 from trainer.telemetry.writers import MultiWriter
 
 
@@ -84,3 +86,30 @@ def test_a_sample_ends_with_the_document(tmp_path):
 def test_what_cannot_be_sampled_is_refused(tmp_path, changed, expected):
   with pytest.raises(ConfigError, match=expected):
     make(tmp_path, **changed)
+
+
+def test_what_is_drawn_is_of_the_step_and_its_length_has_the_end(tmp_path):
+  """Completions of 3 tokens, the last a stop, and of 4; samples that the policy and its reference give."""
+  asked = []
+
+  def generate(params, prompts, **given):
+    asked.append((params, given["seed"], given["max_new_tokens"]))
+    return [Completion(n, 0, np.arange(3 + n, dtype=np.int32), -np.ones(3 + n, np.float32), -np.ones(3 + n, np.float32),
+                       "length" if n else "stop") for n in range(len(prompts))]
+
+  made = samples.Samples.__new__(samples.Samples)
+  made._name, made._seed, made._new, made._temperature = "val", 5, 9, 0.5
+  made._prompts, made._ids = ["a", "b"], [np.array([97]), np.array([98])]
+  made._tokenizer, made._sampler = BytesTokenizer(), SimpleNamespace(generate=generate)
+  made._stop = SimpleNamespace(options={}, text=lambda completion: f"said {len(completion.ids)}")
+  written = []
+  made._setup = SimpleNamespace(workdir=tmp_path, writer=SimpleNamespace(
+      write_texts=lambda step, texts: written.append((step, list(texts)))))
+  assert dict(made.run("policy", 7)) == {"new_tokens": 3.5}
+  assert dict(made.run("policy", 8, "reference")) == {"new_tokens": 3.5}
+  assert asked == [("policy", "5/7", 9), ("policy", "5/8", 9), ("reference", "5/8", 9)]
+  assert written == [(7, ["eval/val"]), (8, ["eval/val"])]
+  rows = [[json.loads(line) for line in (tmp_path / "samples" / f"val_{step:08d}.jsonl").read_text().splitlines()]
+          for step in (7, 8)]
+  assert ["reference" in row for row in rows[0] + rows[1]] == [False, False, True, True]
+  assert [row["completion"] for row in rows[0]] == ["said 3", "said 4"]

@@ -1,11 +1,13 @@
 """The arrays of a row, written out by hand and against a plain loop."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from input_pipeline import batches
 from input_pipeline.batches import PackedSource, check_ids, empty_batch, pack, resolve_layout, stats_table
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples.roles import CHOSEN, REJECTED
@@ -189,3 +191,12 @@ def test_pairs_left_out_are_counted_by_reason():
   assert (row["documents"], row["dropped: one side too long"], row["dropped: no room for a completion"]) == (4, 1, 1)
   assert (row["truncated"], row["tokens lost"], row["rows"]) == (1, 9 + 11 + 10, 2)
   assert row["supervised %"] == pytest.approx(100 * (2 + 3 + 3 + 3) / 16) and source.sequences == 2
+
+
+@pytest.mark.parametrize("most", [(1, 3), (3, 1)])
+def test_batches_have_room_for_the_images_of_any_source(most):
+  """Those of the row that has the most, in whichever source; frames of videos if one has videos."""
+  form = SimpleNamespace(layout=lambda most, videos: (most, videos))
+  sources = [SimpleNamespace(row_images=form, most_images=count, videos=count == 1) for count in most]
+  assert batches.image_layout(sources) == (3, True)
+  assert batches.image_layout([SimpleNamespace(row_images=None)]) is None

@@ -13,6 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
+from input_pipeline.steps import ROWS, Past
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.config import strategy as strategy_of
@@ -321,3 +322,48 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path, kind, st
                                                 for i in range(9)))
   c.input.sources.x = source(type="jsonl", path=str(tmp_path / "few.jsonl"))
   assert "columns not read" not in make(c, tmp_path).stats()[0]
+
+
+def test_a_source_is_used_that_has_a_weight_in_any_stage(tmp_path):
+  c = config(tmp_path, {"a": 3, "b": 3, "c": 3}, weight_stages=((4, {"b": 0.0}), (9, {"a": 0.0, "b": 1.0})))
+  c.input.sources.c.weight = 0.0
+  assert loader.used_sources(c.input) == ["a", "b"]
+  c.input.weight_stages = ((4, {"b": 0.0}),)
+  assert loader.used_sources(c.input) == ["a", "b"]
+  c.input.weight_stages = ((0, {"b": 0.0}), (4, {"c": 0.5}))
+  assert loader.used_sources(c.input) == ["a", "c"]
+
+
+def test_of_streams_each_begins_where_its_own_rows_are_and_the_slowest_says_the_epoch():
+  """Steps of 6 rows, of which a third are of the first stream, of 10 and of 40 rows an epoch."""
+  begun = []
+  streams = {s: types.SimpleNamespace(begin=lambda row, s=s: begun.append((s, row)), epoch=lambda row, n=n: row / n,
+                                      close=lambda: None) for s, n in ((0, 10), (2, 40))}
+  data = loader.TrainData.__new__(loader.TrainData)
+  data._streams, data.num_rows, data.source_names = streams, None, ("a", "b", "c")
+  data.taken = types.SimpleNamespace(rows_before=lambda step: 6 * step)
+  data._mixture = types.SimpleNamespace(draws=lambda rows: np.array([rows // 3, rows // 3, rows // 3]),
+                                        rows=np.array([1, 4, 1]))
+  data.go_to(5)
+  assert begun == [(0, 10), (2, 10)]
+  assert data.epoch(5) == 10 / 40
+  assert data.counters(5) == {"a": {"rows": 10, "epoch": 1.0}, "b": {"rows": 10, "epoch": 2.5},
+                              "c": {"rows": 10, "epoch": 0.25}}
+
+
+def test_data_begin_where_the_past_ends_and_are_known_by_whether_prompts_are_shared(tmp_path, monkeypatch):
+  begun = []
+  monkeypatch.setattr(loader.TrainData, "go_to", lambda self, step: begun.append(step))
+  c = config(tmp_path)
+  first = make(c, tmp_path)
+  past = Past(3, 3, ROWS, tuple(first.taken.pieces), 0)
+  again = loader.make_train_data(c, BytesTokenizer(), learns=learns(c), workdir=tmp_path, past=past)
+  assert begun == [0, 3] and again.fingerprint == first.fingerprint == again.past_fingerprint
+  (tmp_path / "pairs.jsonl").write_text("".join(
+      json.dumps({"prompt": f"q{n}", "chosen": "yes", "rejected": "no"}) + "\n" for n in range(4)))
+  c = defaults()
+  c.strategy, c.seq_len = strategy_of("dpo"), 32
+  c.input.sources.pairs = source(type="jsonl", path=str(tmp_path / "pairs.jsonl"))
+  alone, shared = (loader.make_train_data(c, BytesTokenizer(), learns=learns(c), workdir=tmp_path, share_prompts=shares)
+                   for shares in (False, True))
+  assert alone.fingerprint != shared.fingerprint

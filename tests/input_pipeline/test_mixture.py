@@ -101,6 +101,7 @@ def test_stage_weights_carry_over_what_they_leave_out():
     ({"a": 1.0}, ((10, {"a": 0.0}),), "from step 10 on all source weights are 0"),
     ({"a": 1.0}, ((10, {}), (10, {})), "steps must be increasing integers from 0 on, found 10"),
     ({"a": 1.0}, ((1.5, {}),), "found 1.5"),
+    ({"a": 1.0}, ((10, {}), (0, {})), "found 0"),
     ({"a": 1.0}, ((10, 2.0),), "is not (step, {source: weight"),
     ({"a": 1.0}, (10,), "is not (step, {source: weight"),
 ])

@@ -90,6 +90,26 @@ def test_epochs_seeds_and_sources_have_orders_of_their_own(packing):
   assert len({order(), order(epoch=1), order(epoch=2), order(seed=2), order(name="t")}) == 5
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rows_are_in_another_order_each_epoch_whatever_is_in_them(packing):
+  """Where each row is one of twelve texts as long as it, by the text's number."""
+  def rows(epoch):
+    plan = make_plan(packing, np.full(12, 8), 8, seed=1, name="s")
+    plan._permutation = lambda n, what, epoch: permutation(n, epoch) if what == "rows" else np.arange(n)
+    return all_pieces(plan, epoch).doc.tolist()
+
+  assert rows(3) != rows(4)
+
+
+def test_a_plan_is_known_by_what_is_kept_of_documents():
+  """Beginnings and ends of two texts of 30 tokens, in rows of 8: of equal lengths, from other places."""
+  ends = {over_long: make_plan("none", np.array([30, 30]), 8, seed=0, name="s", over_long=over_long).fingerprint
+          for over_long in ("truncate_start", "truncate_end")}
+  assert len(set(ends.values())) == 2
+  assert ends["truncate_end"] == make_plan("none", np.array([30, 30]), 8, seed=5, name="t",
+                                           over_long="truncate_end").fingerprint
+
+
 def test_which_documents_share_a_row_changes_with_the_epoch():
   plan = make_plan("best_fit", np.full(64, 4), 8, seed=0, name="s")
 

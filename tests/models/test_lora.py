@@ -1,6 +1,7 @@
 """Adapters: they start as nothing, are all that is trained, and merge into what they compute."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +262,36 @@ def test_routers_and_positions_are_refused():
     tiny.model(latent=latent, lora=dict(rank=2, targets=("attn/", "indexer/keys")))
   with pytest.raises(ConfigError, match="matches pos_embed/embedding, which cannot have adapters"):
     tiny.model(positions="learned", max_positions=16, lora=dict(rank=2, targets=("embed/",)))
+
+
+def test_off_leaves_what_begins_at_random_and_takes_what_changes_the_base():
+  names = ("kernel", "lora_a", "lora_b", "lora_m", "lora_rows", "bias")
+  found = tree.flatten(lora.off({"a": {name: jnp.ones(2) for name in names}}))
+  assert {path for path, leaf in found.items() if not np.any(leaf)} == {"a/lora_b", "a/lora_m", "a/lora_rows"}
+
+
+def test_ids_are_found_among_indices_in_any_order():
+  found = lora.places_of((7, 2, 5), jnp.asarray([[2, 7, 6], [5, 0, 9]]))
+  assert found.tolist() == [[1, 0, 3], [2, 3, 3]] and found.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("path", ["embed/embedding", "unembed/kernel"])
+def test_rows_that_are_trained_are_added_to_their_tokens_whichever_part_of_the_table_is_read(path):
+  """Tokens 6, 0 and 3 of eight, by a loop; the whole table and slices of its entries and features."""
+  rng = np.random.default_rng(0)
+  across, indices = path == "unembed/kernel", (6, 0, 3)
+  table, rows = rng.normal(size=(8, 4)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+  wanted = table.copy()
+  for token, row in zip(indices, rows, strict=True):
+    wanted[token] += row
+  stored = table.T if across else table
+  whole = lora.with_rows(jnp.asarray(stored), jnp.asarray(rows), indices, across)
+  np.testing.assert_allclose(whole, wanted.T if across else wanted, rtol=1e-6)
+  beside = lora.rows(path)
+  read = lora.merged_reader(lambda path, index: stored[index], lambda path, index: rows[index], [beside],
+                            SimpleNamespace(scale=1.0, trainable_token_indices=indices))
+  for entries in (slice(None), slice(0, 3), slice(3, 7), slice(6, 8), slice(7, 8)):
+    for features in (slice(None), slice(1, 3)):
+      index = (features, entries) if across else (entries, features)
+      part = wanted[entries, features]
+      np.testing.assert_allclose(read(path, index), part.T if across else part, rtol=1e-6)

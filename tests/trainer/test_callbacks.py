@@ -59,6 +59,15 @@ def test_a_row_of_metrics_says_what_was_taken_up_to_its_step():
   }) for step in (1, 4, 8, 10)]
 
 
+def test_rates_are_counted_anew_where_a_run_begins_and_where_it_goes_back():
+  begun, log = [], cb.MetricsLog(4)
+  run = fake_run(step=7, chrono=types.SimpleNamespace(start_window=lambda *args: begun.append(args)))
+  log.on_train_begin(run)
+  run.step = 3
+  log.on_rollback(run)
+  assert begun == [(7, 64 * 7), (3, 64 * 3)]
+
+
 def test_after_a_restart_progress_is_that_of_the_steps_since(monkeypatch):
   """Two steps of 64 tokens in 30 s, and four to come."""
   now = [100.0]

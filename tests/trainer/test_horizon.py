@@ -14,6 +14,7 @@ def make(num_steps=None, **changed):
   config.total_steps, config.log_steps, config.ckpt_percent = 20, 5, None
   config.evals = dict(often=evaluator(type="loss", eval_steps=6, at_start=False), ends=evaluator(
     type="loss", eval_steps=0))
+  config.evals = changed.pop("evals", config.evals)
   config.update(changed)
   said = []
   # 4 rows a step, 40 rows an epoch.
@@ -28,9 +29,16 @@ def test_evaluators_run_at_their_periods_and_at_both_ends():
       0: ["ends"], 6: ["often"], 12: ["often"], 18: ["often"], 20: ["ends", "often"]}
 
 
+def test_an_evaluation_that_is_due_at_the_last_step_runs_although_none_is_asked_for_at_the_end():
+  horizon, _ = make(evals=dict(often=evaluator(type="loss", eval_steps=10, at_start=False, at_end=False),
+                               rare=evaluator(type="loss", eval_steps=6, at_start=False, at_end=False)))
+  assert {step: names for step in range(21) if (names := horizon.evaluates(step))} == {
+      6: ["rare"], 10: ["often"], 12: ["rare"], 18: ["rare"], 20: ["often"]}
+
+
 @pytest.mark.parametrize("changed, steps, last", [
-    (dict(), [], True), (dict(ckpt_steps=0), [], False), (dict(ckpt_steps=8), [8, 16], True),
-    (dict(ckpt_steps=8, keep_epochs=1.0), [8, 10, 16, 20], True)])
+    (dict(), [], True), (dict(keep_steps=8), [8, 16], True), (dict(ckpt_steps=0), [], False),
+    (dict(ckpt_steps=8), [8, 16], True), (dict(ckpt_steps=8, keep_epochs=1.0), [8, 10, 16, 20], True)])
 def test_checkpoints_are_due_at_either_period(changed, steps, last):
   horizon, _ = make(**changed)
   assert [step for step in range(1, 21) if horizon.saves(step)] == steps and horizon.saves_last == last

@@ -15,7 +15,7 @@ from trainer import position, train
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint, checksums
 from trainer.config import defaults, source
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.modes.replay import replay
 from trainer.telemetry.writers import read_rows
 
@@ -200,3 +200,30 @@ def test_a_state_from_before_another_size_is_refused(taken, told):
   with pytest.raises(CheckpointError, match=told) if told else contextlib.nullcontext():
     position.go_on(c, data, SimpleNamespace(step=6, meta=meta, arrays=None), True)
   assert restored == ([] if told else [6])
+
+
+@pytest.mark.parametrize("meta, now, allowed, told", [
+    (None, "b", False, False), ("a", "a", False, False), ("a", "b", True, False), ("a", "b", False, True)])
+def test_other_data_are_refused_unless_that_is_allowed(meta, now, allowed, told):
+  meta, restored = {} if meta is None else dict(data_fingerprint=meta), []
+  data = SimpleNamespace(past_fingerprint=now, restore=lambda *args: restored.append(args))
+  c = SimpleNamespace(allow_config_changes=allowed)
+  with pytest.raises(ConfigError, match="the training data, the tokenizer or their order changed") if told else (
+      contextlib.nullcontext()):
+    position.go_on(c, data, SimpleNamespace(step=6, meta=meta, arrays="arrays"), False)
+  assert restored == ([] if told else [(6, None, "arrays")])
+
+
+@pytest.mark.parametrize("rest, begin", [
+    (None, 6), (dict(first_step=4, steps=6, updates=3, done=False), 10),
+    (dict(first_step=0, steps=6, updates=3, done=True), 6),
+    (dict(first_step=4, steps=6, updates=3, done=False, ahead=[
+        dict(first_step=10, steps=4, updates=2), dict(first_step=14, steps=6, updates=3)]), 20),
+    (dict(first_step=4, updates=3, done=False), 10)])
+def test_new_sizes_begin_where_the_last_rollout_that_was_made_ends(rest, begin):
+  """After 6 updates: that of the last rollout, begun after 4 with two passes of 3, or of the last that waits. What
+  an old checkpoint does not say follows from its config."""
+  meta = dict(step=6, taken=dict(of="prompts", pieces=[[0, 0, 4, 6, 3, 0, 0]], tokens=96), rest_of_rollout=rest,
+              config=dict(rollout=dict(updates=3, epochs=2)))
+  past = position.past_of(meta)
+  assert (past.step, past.begin, past.tokens) == (6, begin, 96) and past.pieces[0].parts == 3

@@ -214,6 +214,12 @@ def test_the_whole_state_lives_where_its_parameters_do(tmp_path):
       program.state_sharding)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_averages_are_kept_where_they_have_a_decay(tmp_path, decay):
+  program = made(resolved(tmp_path, optimizer=dict(ema_decay=decay)), mesh_lib.make_mesh({}, jax.devices()[:1]))
+  assert ("ema" in program.abstract_state) == (decay > 0)
+
+
 def test_what_an_update_is_told(tmp_path):
   config = resolved(tmp_path, seed=5, batch_size=16, grad_accum_steps=2, optimizer=dict(clip_norm=0.25, ema_decay=0.75),
                     precision=dict(params="bfloat16", stochastic_rounding=True), strategy=strategy(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.horizon import Evaluation, Horizon
 from trainer.run import Run
 
 
@@ -71,7 +72,65 @@ def test_a_checkpoint_has_what_was_evaluated_of_its_own_state_alone():
   assert after == [(8, ["time/checkpoint"]), ("on_checkpoint", 8)]
   assert [meta[key] for key in ("step", "rows_seen", "taken", "data", "rest_of_rollout")] == [
       8, 80, {"tokens": 800}, {"main": 8}, {"rest": 8}]
-  assert saving(metrics, at=6)[0][3] == {} == saving({}, at=-1)[0][3]
+  assert saving(metrics, at=7)[0][3] == {} == saving({}, at=-1)[0][3]
+
+
+@pytest.mark.parametrize("last, total, told", [(None, 9, False), (9, 9, False), (8, 8, True), (12, 9, False)])
+def test_a_run_is_shortened_only_where_its_data_end_earlier(last, total, told):
+  said = []
+  run = types.SimpleNamespace(data=types.SimpleNamespace(num_steps=last), total_steps=9, say=said.append,
+                              horizon=Horizon(9, 1, 1, 0, True, {}, None))
+  Run.end_with_data(run)
+  assert run.horizon.total_steps == total
+  assert bool(said) == told and (not told or said[0].startswith("total: 8 steps instead of 9"))
+
+
+class Scores:
+  """An evaluator that gives what it is asked with."""
+
+  def __init__(self, wants=False, error=None):
+    self.wants_reference, self._error = wants, error
+
+  def run(self, params, step, *reference):
+    if self._error:
+      raise ValueError(self._error)
+    yield "seen", (params, step, *reference)
+
+
+def evaluating(names, on_error="stop", **evaluators):
+  """(the run after these evaluations at step 8, what it wrote and called); its last one was after step 6."""
+  found = []
+  run = Run.__new__(Run)
+  run._pending, run.step, run.failed_evaluations = None, 8, 0
+  run.state = {"params": {"a": 1, "b": 2}, "ema": {"a": 10}, "reference": {"b": 20}}
+  run.chrono = types.SimpleNamespace(pause=lambda kind: contextlib.nullcontext())
+  run.evaluators, run.last_eval = evaluators, (6, {"eval/old/loss": 1.0})
+  run.horizon = Horizon(9, 1, 1, 0, True, {name: Evaluation(2, False, True, on_error) for name in evaluators}, None)
+  run.writer = types.SimpleNamespace(write_scalars=lambda step, row: found.append((step, row)))
+  run.callbacks = lambda hook, run, *args: found.append((hook, *args))
+  run.evaluate(names)
+  return run, found
+
+
+def test_an_evaluation_is_of_the_averages_with_the_reference_where_it_is_wanted_and_of_nothing_older():
+  run, (of_plain, of_wanting, (step, row)) = evaluating(["plain", "wanting"], plain=Scores(), wanting=Scores(True),
+                                                        other=Scores())
+  plain, wanting = ({"a": 10, "b": 2}, 8), ({"a": 10, "b": 2}, 8, {"a": 1, "b": 20})
+  assert of_plain == ("on_eval", "plain", {"eval/plain/seen": plain})
+  assert of_wanting == ("on_eval", "wanting", {"eval/wanting/seen": wanting})
+  assert step == 8 and row.pop("time/eval") >= 0
+  assert row == {"eval/plain/seen": plain, "eval/wanting/seen": wanting}
+  assert run.last_eval[0] == 8 and "eval/old/loss" not in run.last_eval[1]
+
+
+def test_an_evaluator_that_fails_ends_the_run_or_is_counted():
+  with pytest.raises(RuntimeError, match=r"'bad' failed at step 8: no data .*--config.evals.bad.on_error=warn"):
+    evaluating(["bad"], bad=Scores(error="no data"))
+  run, found = evaluating(["bad", "worse", "good"], "warn", bad=Scores(error="x"), worse=Scores(error="y"),
+                          good=Scores())
+  assert [row[1:] for row in found[:2]] == [
+      ("bad", {"eval/bad/failures": 1.0}), ("worse", {"eval/worse/failures": 2.0})]
+  assert run.last_eval[1].keys() == {"eval/bad/failures", "eval/worse/failures", "eval/good/seen", "time/eval"}
 
 
 def test_what_is_saved_already_or_to_be_left_is_not_told():

@@ -1,6 +1,7 @@
 """The update: exact accumulation (I1), the finite guard (I14), per-source metrics, clipping, EMA."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,50 @@ def test_a_step_that_trains_nothing_changes_nothing(micro_batch_size):
   moved, _ = update({**after, "step": state["step"] + 1}, tiny.batch(8, 16))
   for part in ("params", "opt", "ema", "reference"):
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after[part], moved[part])), strict=True)), part
+
+
+def test_the_reference_moves_every_third_step_by_its_share_towards_the_parameters_after_it():
+  """r ← 0.25 p + 0.75 r after updates 3 and 6, p being what update 3 or 6 made."""
+  update, state = make(8, loss_fn=lambda params, batch, rng, reference: _two_terms(params, batch, rng),
+                       reference_mix=(0.25, 3))
+  state["reference"] = jax.tree.map(lambda p: p + 1.0, state["params"])
+  for step in range(1, 7):
+    before = state["reference"]
+    state, _ = update(state, tiny.batch(8, 16, step))
+    for r, was, p in zip(*map(jax.tree.leaves, (state["reference"], before, state["params"])), strict=True):
+      wanted = 0.25 * np.asarray(p, np.float64) + 0.75 * np.asarray(was, np.float64) if step % 3 == 0 else was
+      np.testing.assert_allclose(r, wanted, rtol=1e-6, atol=1e-7)
+  assert any(np.any(np.abs(np.asarray(a) - b) > 1e-4) for a, b in zip(
+      jax.tree.leaves(state["params"]), jax.tree.leaves(make(8)[1]["params"]), strict=True))  # they moved
+
+
+@pytest.mark.parametrize("weight, moved", [(1.0, [0.5, -0.5]), (0.0, [0.0, 0.0])])
+def test_biases_of_the_choice_of_experts_stay_where_nothing_is_trained(weight, moved):
+  """Two experts with 3 and 9 of the tokens: rate 0.5 towards the one that got less, if anything was trained."""
+  class Counted:
+    """As `models.experts.moe` counts: of each layer, the tokens of its experts."""
+    counts = {"blocks/moe": jnp.asarray([[3.0, 9.0]])}
+
+  asked = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(update_lib, "evened", lambda trainable, counts, rate, taken: (
+        asked.append((counts, rate)),
+        {"bias": jnp.where(taken, trainable["bias"] + jnp.asarray([rate, -rate]), trainable["bias"])})[1])
+    trained = {"bias": jnp.zeros(2)}
+    optimizer = types.SimpleNamespace(
+        split=lambda params: (params, {}), merge=lambda trainable, frozen: trainable,
+        advance=lambda grads, opt, params, step, taken, prepare: (params, opt, optim.Advance(jnp.float32(0), {})))
+    fn = update_lib.make_update_fn(
+        lambda params, batch, rng: (
+            {"loss": Mean(jnp.sum(params["bias"]) * weight, jnp.float32(weight))}, {"moe": Counted}),
+        optimizer, update_lib.Options(0, 4, ("a",), choice_bias_rate=0.5))
+    state = {"step": jnp.int32(0), "params": trained, "opt": {}, "nonfinite": jnp.int32(0),
+             "nonfinite_in_a_row": jnp.int32(0)}
+    batch = {"tokens": jnp.zeros((4, 2), jnp.int32), "loss_weights": jnp.full((4, 2), weight),
+             "source_ids": jnp.zeros(4, jnp.int32)}
+    new, _ = fn(state, batch)
+  np.testing.assert_array_equal(new["params"]["bias"], moved)
+  assert asked == [(Counted.counts, 0.5)]
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -1,6 +1,7 @@
 """Mixture of experts: against plain loops, and what must not change a token's output."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -616,3 +617,15 @@ def test_a_choice_bias_has_no_gradient_and_steps_towards_even_loads():
   without = jax.tree.map(lambda p: p, params)
   without["router"]["choice_bias"] = np.zeros_like(params["router"]["choice_bias"])
   assert np.abs(apply(params, x, SEGMENTS)[0] - apply(without, x, SEGMENTS)[0]).max() > 0.01
+
+
+@pytest.mark.parametrize("layer, nth", [(1, 0), (3, 1), (4, 2)])
+def test_what_is_recorded_is_of_the_layers_with_experts(layer, nth):
+  """Of layers 1, 3 and 4; also where the number of the layer is traced."""
+  spec = types.SimpleNamespace(layers_with=lambda part: [1, 3, 4])
+  recorded = jnp.arange(2 * 5 * 3 * 2, dtype=jnp.int16).reshape(2, 5, 3, 2)
+  routing = moe_lib.Routing(recorded, True)
+  for found in (routing.of_layer(layer, spec), routing.of_layer(jnp.int32(layer), spec)):
+    np.testing.assert_array_equal(found.recorded, recorded[:, :, nth])
+    assert found.recorded.dtype == jnp.int32 and found.replay
+  assert moe_lib.Routing().of_layer(layer, spec).recorded is None

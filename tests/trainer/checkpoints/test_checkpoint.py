@@ -1,5 +1,6 @@
 """Checkpoints: round trips, other meshes, retention, unreadable ones, full disks."""
 
+import json
 import shutil
 import threading
 
@@ -162,20 +163,6 @@ def test_nothing_readable_is_an_error_not_a_fresh_start(tmp_path):
     Checkpoints(tmp_path).restore_newest(target())
 
 
-def test_find_takes_a_workdir_its_checkpoints_or_one_of_them(tmp_path):
-  checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
-  for step in (9, 10):
-    checkpoints.save(step, state(step), {})
-  checkpoints.close()
-  newest = tmp_path / "checkpoints" / "10"
-  assert checkpoint.find(str(tmp_path)) == checkpoint.find(str(tmp_path / "checkpoints")) == newest
-  assert checkpoint.find(str(tmp_path / "checkpoints" / "9")) == tmp_path / "checkpoints" / "9"
-  with pytest.raises(ConfigError, match="does not exist"):
-    checkpoint.find(str(tmp_path / "nowhere"))
-  with pytest.raises(ConfigError, match="holds no checkpoint"):
-    checkpoint.find(str(newest / "meta"))
-
-
 def test_other_values_than_those_saved_are_seen_and_named(tmp_path, caplog):
   """A disk or a copy that changes what it holds, and reads without an error."""
   for folder, value in (("right", 1.0), ("wrong", 2.0)):
@@ -289,3 +276,23 @@ def test_arrays_beside_the_state_come_back_and_parts_that_are_left_out_are_put_i
   restored = Checkpoints(tmp_path).restore_newest(like)
   assert list(restored.state["params"]) == ["a"]
   np.testing.assert_array_equal(restored.arrays["rest"], [0, 1, 2])
+
+
+@pytest.mark.parametrize("strategy, kept", [
+    (None, {"a", "critic/a"}), ({"name": "sft"}, {"a", "critic/a"}), ({"name": "ppo", "critic": {}}, {"a"})])
+def test_others_begin_from_a_policy_without_the_critic_that_its_strategy_has(tmp_path, strategy, kept):
+  if strategy is not None:
+    (tmp_path / "config.json").write_text(json.dumps({"strategy": strategy}))
+  leaves = {"a": 1, "critic/a": 2}
+  assert checkpoint.policy_leaves(tmp_path / "checkpoints" / "4", leaves).keys() == kept
+
+
+def test_each_checkpoint_that_is_set_aside_keeps_a_name_of_its_own(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  for number in range(3):
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / str(number)).touch()
+    checkpoints._set_aside(4)
+  checkpoints.close()
+  assert {folder.name: [file.name for file in folder.iterdir()] for folder in tmp_path.iterdir()} == {
+      "4.unreadable": ["0"], "4.unreadable~": ["1"], "4.unreadable~~": ["2"]}

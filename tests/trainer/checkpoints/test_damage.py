@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from tests import tiny
 from tests.trainer.checkpoints.test_checkpoint import same, state, target
 from trainer import train
-from trainer.checkpoints import checkpoint, checksums, damage, names
+from trainer.checkpoints import checkpoint, damage
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.errors import CheckpointError, Damaged
 from trainer.export.command import StoredLeaves
@@ -221,22 +222,6 @@ def test_a_workdir_whose_checkpoints_are_all_set_aside_does_not_begin_anew(tmp_p
   assert train(config, workdir).step == 2
 
 
-def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
-  for name in ("9", "100", "10", "11.tmp", "x"):
-    (tmp_path / name).mkdir()
-  assert names.listed(tmp_path) == [9, 10, 100] and names.listed(tmp_path / "none") == []
-
-
-def test_further_arrays_must_all_be_there(tmp_path):
-  arrays = {"a": np.arange(3), "b": np.arange(4)}
-  meta = {"arrays": checksums._of_arrays(arrays)}
-  checksums.check_arrays(meta, arrays, tmp_path)
-  for given, wrong in (
-      ({"a": arrays["a"]}, "b"), (arrays | {"b": np.arange(5)}, "b"), (arrays | {"c": arrays["a"]}, "c")):
-    with pytest.raises(Damaged, match=f"1 of .* arrays in .* are not what was saved: {wrong}$"):
-      checksums.check_arrays(meta, given, tmp_path)
-
-
 def test_what_proves_damage(tmp_path):
   """Of contents, and of a file that is not there; not what came of an error of the system, nor a file that is back."""
   (tmp_path / "there").write_bytes(b"1")
@@ -301,3 +286,31 @@ def test_each_file_that_says_what_there_is_must_say_so(saved):
   listed.write_text(json.dumps(content))
   with pytest.raises(Damaged, match=r"_METADATA lacks 1 of \d+ arrays: \S*kernel$"):
     damage.look(step)
+
+
+@pytest.mark.parametrize("size, said, proof", [
+    (100, "OUT_OF_RANGE: Error reading local file \"{}\": Requested byte range [0, 120)", "has 100 bytes of 120"),
+    (120, "OUT_OF_RANGE: Error reading local file \"{}\": Requested byte range [0, 120)", ""),
+    (120, "NOT_FOUND: Error opening local file \"{}\"", ""),
+    (None, "NOT_FOUND: Error opening local file \"{}\"", "is missing"),
+    (120, "DATA_LOSS: Error decoding local file \"{}\": Digest mismatch", "Digest mismatch"),
+    (120, "PERMISSION_DENIED: Error opening local file \"{}\"", ""),
+    (120, "DATA_LOSS: Error reading local file \"{}\" [os_error_code='5']", "")])
+def test_what_is_said_of_a_file_is_proof_only_where_the_file_bears_it_out(tmp_path, size, said, proof):
+  file = tmp_path / "d" / "chunk"
+  file.parent.mkdir()
+  if size is not None:
+    file.write_bytes(bytes(size))
+  found = damage._proof(tmp_path, ValueError(said.format(file)))
+  assert proof in found and bool(found) == bool(proof)
+
+
+def test_an_error_of_the_system_is_no_proof_whatever_it_led_to():
+  try:
+    try:
+      raise OSError("too many open files")
+    except OSError as cause:
+      raise ValueError("DATA_LOSS: Error decoding") from cause
+  except ValueError as error:
+    assert damage._proof(Path("checkpoint"), error) == ""
+  assert damage._proof(Path("checkpoint"), ValueError("DATA_LOSS: Error decoding")) != ""

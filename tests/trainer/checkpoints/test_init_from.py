@@ -209,3 +209,21 @@ def test_a_reference_with_new_tokens_of_its_own_keeps_their_rows(tmp_path):
   np.testing.assert_array_equal(found, trained)
   as_base = dataclasses.replace(from_folder, tokenizer=run.config.tokenizer)
   assert np.any(init_from.first_params(as_base, run.model, placed(run))[0]["embed"]["embedding"][258] != trained[258])
+
+
+@pytest.mark.parametrize("fresh, found, looked", [(False, None, ["find run", "folder hf"]), (True, None, []),
+                                                  (False, "a past", [])])
+def test_what_a_run_begins_from_is_looked_for_only_where_it_begins(fresh, found, looked, monkeypatch):
+  calls = []
+  monkeypatch.setattr(init_from.checkpoint, "find", lambda path: calls.append(f"find {path}"))
+  monkeypatch.setattr(init_from.hf, "TensorFolder", lambda folder: calls.append(f"folder {folder}"))
+  config = SimpleNamespace(init_from=SimpleNamespace(path="run", hf=None, fresh=fresh),
+                                 model=SimpleNamespace(hf="hf"))
+  init_from.look(config, found)
+  assert calls == looked
+
+
+def test_rows_of_a_table_are_those_of_tokens_whichever_way_it_lies():
+  table = np.arange(6.0).reshape(3, 2)
+  np.testing.assert_array_equal(init_from.base_table("embed/embedding", {"embed/embedding": table}), table)
+  np.testing.assert_array_equal(init_from.base_table("unembed/kernel", {"unembed/kernel": table.T}), table)

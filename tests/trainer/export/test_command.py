@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -380,3 +381,48 @@ def test_transformers_computes_the_same_logits(tmp_path, workdir, max_shard_byte
   text = "Grüße, 世界!\n\t end"
   assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_tokenizer(out).encode_batch([text])[0].tolist()
   assert tokenizer.eos_token_id == 257 and theirs.generation_config.eos_token_id == 257
+
+
+@pytest.mark.parametrize("generation, source, stop_ids, bos, expected", [
+    ({}, {}, (), None, ({}, None)), ({}, {}, (2,), 1, ({"bos_token_id": 1, "eos_token_id": 2}, 2)),
+    # Its own first, in its order, which says what ends a text for other programs; then the others by number.
+    ({"eos_token_id": [9, 3], "top_k": 4, "bos_token_id": 7}, {"eos_token_id": 8}, (5, 3), 1,
+     ({"eos_token_id": [9, 3, 5, 8], "top_k": 4, "bos_token_id": 7}, [9, 3, 5, 8])),
+    ({"eos_token_id": 4}, {"eos_token_id": [4]}, (4,), None, ({"eos_token_id": 4}, 4))])
+def test_what_ends_a_text_is_named_once_and_what_was_there_stays(generation, source, stop_ids, bos, expected, tmp_path):
+  if generation:
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+  assert export._generation(tmp_path, source, bos, stop_ids) == expected
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_saves_nothing_is_exported_from_a_checkpoint_that_is_removed_again(saves, tmp_path, monkeypatch):
+  calls, at_end = [], export.export_at_end
+
+  class Saver:
+    def __init__(self, directory):
+      calls.append(("open", directory.name))
+      directory.mkdir()
+
+    def save(self, step, state, meta):
+      calls.append(("save", step, state, meta))
+
+    def close(self):
+      calls.append(("close",))
+
+  monkeypatch.setattr(export.checkpoint, "Checkpoints", Saver)
+  monkeypatch.setattr(export, "export", lambda workdir, out, folder, **more: calls.append(
+      ("export", out, folder and folder.relative_to(workdir).parts, more)))
+  run = types.SimpleNamespace(
+      saves_last=saves, workdir=tmp_path, step=9, pinned={"base": "f"}, state="whole",
+      checkpoints=types.SimpleNamespace(split=lambda state: ({"params": 1, "step": 9, "opt": 2}, {})))
+  at_end(run, None)
+  assert calls == []
+  at_end(run, "out", dtype="bfloat16")
+  if saves:
+    assert calls == [("export", "out", None, {"dtype": "bfloat16"})]
+  else:
+    saved = ("save", 9, {"params": 1, "step": 9}, {"step": 9, "pinned": {"base": "f"}})
+    assert calls == [("open", "for_export"), saved, ("close",),
+                     ("export", "out", ("for_export", "9"), {"dtype": "bfloat16"})]
+  assert not (tmp_path / "for_export").exists()

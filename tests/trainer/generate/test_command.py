@@ -132,8 +132,8 @@ def test_a_hugging_face_folder_in_a_process_of_its_own(tmp_path):
                                                   (None, False, False)])
 def test_a_prompt_to_a_chat_model_says_that_there_is_chat(workdir, capsys, template, chat, told):
   given = dict(workdir=str(workdir[0]), hf=None, step=None, tensor=1, template=template, prompt=["a"], image=[],
-               chat=chat, system=None, max_new_tokens=2, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, num_samples=1,
-               seed=0, stop=[], keep_stop=False)
+               video=[], chat=chat, system=None, max_new_tokens=2, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
+               num_samples=1, seed=0, stop=[], keep_stop=False)
   generate._run(type("Flags", (), given))
   assert ("With --chat it is what the user says" in capsys.readouterr().err) == told
 

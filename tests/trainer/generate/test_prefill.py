@@ -10,8 +10,11 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots as sampler_rows
 from trainer.generate.completion import More, Request, joined
+from trainer.generate.image_tokens import PromptImages
 from trainer.generate.kept import Kept, KeptText
+from trainer.generate.prefill import Prefill
 from trainer.generate.sampler import Sampler
+from trainer.generate.slots import Texts, Waiting
 
 LENGTHS = (1, 5, 13, 3, 9)
 OPTIONS = dict(max_new_tokens=9, stop_ids=STOPS, seed=1)
@@ -27,7 +30,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", ["gemma", "moe", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "llama", "gemma3n", "gpt2", "llama4", "qwen3_next", "nemotron_h"))])
+    "llama", "gemma3n", "gpt2", "llama4", "qwen3_next", "nemotron_3"))])
 def test_in_chunks_prompts_have_the_completions_they_have_at_once(name):
   """Chunks of four tokens, of prompts shorter, longer and several times as long, two samples of each in two rows."""
   model, params = case(name)
@@ -87,7 +90,7 @@ def conversation(sampler, params, first, kept, turns=3, **options):
 
 
 @pytest.mark.parametrize("name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "llama", "gemma3n", "llama4", "moe", "qwen3_next", "nemotron_h"))])
+    "llama", "gemma3n", "llama4", "moe", "qwen3_next", "nemotron_3"))])
 @pytest.mark.parametrize("chunk", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_texts_that_are_kept_go_on_as_those_that_are_run_again(name, chunk):
   """Conversations of three turns; the tokens that were not run again are all but those that an answer adds, and the one
@@ -161,7 +164,7 @@ def test_a_text_that_has_not_left_its_windows_has_beginnings():
 
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "gemma", "qwen3_next", "nemotron_h", "moe"))])
+    "gemma", "qwen3_next", "nemotron_3", "moe"))])
 def test_on_a_mesh_chunks_and_kept_texts_are_what_they_are_on_one_device(name):
   model, params = case(name)
   mesh = mesh_lib.make_mesh(dict(data=1, expert=2, context=2, tensor=2))
@@ -207,84 +210,89 @@ def test_kept_texts_from_pages_and_while_others_are_decoded(monkeypatch):
     np.testing.assert_allclose(a.logprobs, expected[text].logprobs, atol=1e-5)
 
 
-def text(*ids, shown=b""):
-  return KeptText(np.array(ids, np.int32), shown, None, 0)
+# ----------------------------------------------------------------------------------------------
+# What is run, in which sizes: programs that only note what they are given.
 
 
-def test_the_longest_text_that_a_prompt_begins_with_is_found():
-  kept = Kept(9)
-  one, two, other = text(1, 2), text(1, 2, 3), text(1, 2, 3, shown=b"an image")
-  for some in (one, two, other, text(9, 2, 3)):
-    kept.add(some)
-  assert kept.find(np.array([1, 2, 3, 4]), b"") is two
-  assert kept.find(np.array([1, 2, 3]), b"") is one  # at least one token is to be run
-  assert kept.find(np.array([1, 2, 3, 4]), b"an image") is other
-  assert kept.find(np.array([1, 2, 3, 4]), b"another") is None
-  assert kept.find(np.array([1, 3, 3, 4]), b"") is None and kept.find(np.array([1]), b"") is None
-  kept.clear()
-  assert kept.find(np.array([1, 2, 3, 4]), b"") is None
+class Programs:
+  """Notes (name, sizes, tokens, lengths) of what is run; experts of a token are the token."""
+
+  def __init__(self, record=False):
+    self.run, self._record = [], record
+
+  def __call__(self, name, sizes=None):
+    def program(*args):
+      if name == "room":
+        return "last", "cache"
+      if name == "join":
+        self.run.append((name, sizes, args[1], args[2].tolist(), args[3].tolist()))
+        return "joined"
+      tokens, lengths = (args[1], args[2]) if name == "prefill" else (args[3], args[4])
+      self.run.append((name, sizes, [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]))
+      return ["last", "cache", *([tokens[..., None, None].astype(np.int16)] if self._record else [])]
+
+    return program
 
 
-def beginning(*ids, **more):
-  return KeptText(np.array(ids, np.int32), b"", "cache", 8, beginnings=True, **more)
+def waiting_for(lengths, chunk=0, kept=None, samples=1):
+  """Prompt n has the ids 10 n, 10 n + 1, …"""
+  prompts = [10 * n + np.arange(length, dtype=np.int32) for n, length in enumerate(lengths)]
+  count = len(lengths)
+  return Waiting(Texts(prompts, [PromptImages()] * count, [range(samples)] * count, [9] * count, [0] * count,
+                       [0] * count, list(kept or [None] * count), [False] * count), in_order=True, chunk=chunk)
 
 
-def test_the_longest_beginning_that_a_prompt_has_in_common_with_a_text_is_found():
-  kept = Kept(9, least=2)
-  one, two = beginning(1, 2, 3, 4, experts=np.arange(4)), beginning(1, 2)
-  for some in (one, two, text(1, 2, 3, 5, 6)):
-    kept.add(some)
-
-  def find(*ids, shown=b""):
-    return kept.find(np.array(ids), shown, lambda cache, n: (cache, n))
-
-  found = find(1, 2, 3, 9)
-  assert found.ids.tolist() == [1, 2, 3] and found.cache == ("cache", 3) and found.of is one and kept.shared == 3
-  assert found.experts.tolist() == [0, 1, 2] and found.slots == 8
-  assert find(1, 2, 9) is two and kept.shared == 3  # as long as a beginning, and whole
-  assert find(1, 9) is None  # too little
-  assert find(1, 2, 3, 9, shown=b"an image") is None
-  assert find(1, 2, 3).of is one or find(1, 2, 3) is two  # one token is left to be run
-  assert find(1, 2, 3, 5, 9).ids.tolist() == [1, 2, 3]  # of which the third text has no beginnings
-  whole_only = Kept(9)
-  whole_only.add(one)
-  assert whole_only.find(np.array([1, 2, 3, 9]), b"") is None
+def prefill_of(waiting, programs, most_tokens=1000, unit=1, kept=None):
+  return Prefill(programs, None, "params", waiting, most_tokens, unit, kept)
 
 
-def test_a_text_that_a_beginning_is_of_keeps_its_place_while_that_waits():
-  kept = Kept(1, once=True, least=1)
-  kept.add(beginning(1, 2, 3))
-  found = kept.find(np.array([1, 2, 5]), b"", lambda cache, n: cache)
-  again = kept.find(np.array([1, 2, 6]), b"", lambda cache, n: cache)  # though `once`: it may still go on
-  assert found.of is again.of and not kept.takes("stop") and kept.given_up == 2
-  kept.release(found)
-  assert not kept.takes("stop")
-  kept.release(again)
-  assert kept.takes("stop")
+def test_prompts_are_run_together_up_to_so_many_tokens_with_padding():
+  """Three of up to 40 tokens, 48 with padding: two at a time are within 100, in rows that are a multiple of 2."""
+  waiting, programs, kept = waiting_for((3, 40, 5)), Programs(record=True), Kept(9)
+  prefill = prefill_of(waiting, programs, 100, 2, kept)
+  assert prefill.ready(8) and waiting.prefilled.prompts == [0, 1] and waiting.prefilled.sizes == (2, 48)
+  (name, sizes, tokens), = programs.run
+  assert (name, sizes) == ("prefill", (2, 48, waiting.most_images))
+  assert tokens == [[0, 1, 2], list(range(10, 50))]
+  assert [part.ravel().tolist() for part in waiting.prefilled.experts] == tokens
+  assert prefill.ready(8) and len(programs.run) == 1  # nothing more until these have rows
+  waiting.take(8)
+  assert prefill.ready(8) and programs.run[1:] == [("prefill", (2, 16, 0), [[20, 21, 22, 23, 24], [0]])]
+  assert (kept.run, kept.reused) == (48, 0)
 
 
-def test_the_text_used_longest_ago_is_given_up():
-  kept = Kept(2)
-  kept.add(text(1))
-  kept.add(text(2))
-  kept.release(kept.find(np.array([1, 5]), b""))
-  assert kept.given_up == 0 and kept.takes("stop") and kept.given_up == 1
-  kept.add(text(3))
-  assert kept.find(np.array([2, 5]), b"") is None
-  one, other = kept.find(np.array([1, 5]), b""), kept.find(np.array([3, 5]), b"")
-  assert not kept.takes("stop") and kept.given_up == 4  # both are still to be gone on from, and take their places
-  kept.release(one)
-  assert kept.takes("stop") and other is not None
-  kept.begin()  # what another waits for was left off
-  kept.add(text(4))
-  assert kept.takes("stop") and kept.given_up == 4
+def test_a_long_prompt_is_run_in_chunks_between_which_others_go_on():
+  waiting, programs, kept = waiting_for((9, 11), chunk=4), Programs(record=True), Kept(9)
+  prefill = prefill_of(waiting, programs, kept=kept)
+  assert [prefill.ready(8) for _ in range(3)] == [False, False, True]
+  assert [(name, sizes, tokens) for name, sizes, tokens in programs.run] == [
+      ("extend", (2, 4, 128), [[0, 1, 2, 3], [10, 11, 12, 13]]),
+      ("extend", (2, 4, 128), [[4, 5, 6, 7], [14, 15, 16, 17]]), ("extend", (2, 4, 128), [[8], [18, 19, 20]])]
+  assert waiting.prefilled.prompts == [0, 1] and waiting.prefilled.sizes == (2, 128)
+  assert [part.ravel().tolist() for part in waiting.prefilled.experts] == [list(range(9)), list(range(10, 21))]
+  assert (kept.run, kept.reused) == (20, 0)
 
 
-def test_of_once_what_was_found_is_not_kept():
-  kept = Kept(1, once=True)
-  assert not kept.takes("length") and Kept(1, cut=True).takes("length")
-  kept.add(text(1))
-  found = kept.find(np.array([1, 5]), b"")
-  assert kept.find(np.array([1, 5]), b"") is None and not kept.takes("stop")
-  kept.release(found)
-  assert kept.takes("stop") and kept.given_up == 1
+def test_behind_a_text_that_was_kept_only_the_rest_is_run():
+  """Seven of nine tokens; the text has its place until it was taken over."""
+  released = []
+
+  class Noting(Kept):
+    def release(self, text):
+      released.append(text)
+
+  seven = np.arange(7, dtype=np.int32)
+  text = KeptText(seven, b"", "its cache", 256, experts=seven.astype(np.int16)[:, None, None])
+  waiting, programs, kept = waiting_for((9,), kept=[text]), Programs(record=True), Noting(9)
+  assert prefill_of(waiting, programs, kept=kept).ready(8)
+  assert programs.run == [("join", (1, 128, 256), "its cache", [0], [0]), ("extend", (1, 16, 128), [[7, 8]])]
+  assert released == [text] and waiting.kept == [None] and (kept.run, kept.reused) == (2, 7)
+  assert waiting.prefilled.experts[0].ravel().tolist() == list(range(9))
+
+
+def test_prompts_whose_caches_are_long_are_fewer_though_little_of_them_is_run():
+  """Two texts of 300 tokens of which 299 were kept: 500 have room for one at a time."""
+  kept = [KeptText(10 * n + np.arange(299, dtype=np.int32), b"", "cache", 512) for n in range(2)]
+  waiting, programs = waiting_for((300, 300), kept=kept), Programs()
+  assert prefill_of(waiting, programs, 500).ready(8) and waiting.prefilled.prompts == [0]
+  assert programs.run[-1] == ("extend", (1, 16, 512), [[299]])

@@ -12,14 +12,17 @@ from models.attention import cache as cache_lib
 from models.sharding import logical_axes
 from models.transformer import Transformer
 from tests.models.common import FAMILIES, GEMMA3N, LLAMA4_MOE, NEMOTRON_3, QWEN3_NEXT, VOCAB, make, random_params
+from tests.trainer.generate.test_decoding import Chain
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import decoding
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots as sampler_rows
-from trainer.generate.completion import More, Request
+from trainer.generate.beginnings import Beginnings
+from trainer.generate.completion import More, Request, collect
+from trainer.generate.kept import Held, Kept
 from trainer.generate.sampler import Sampler
-from trainer.generate.sampling import BLOCK, Options, draw
+from trainer.generate.stop_strings import Automaton
 from trainer.strategies import logprobs
 
 CASES = {
@@ -342,78 +345,6 @@ def test_no_row_needs_another_devices(one_by_one, monkeypatch):
   assert collectives == [("s32[]", "all-reduce")]
 
 
-# ---------------------------------------------------------------------------------------------- drawing
-
-LOGITS = np.array([0.0, 1.0, -1.0, 0.5, 2.0, -0.5, 0.2, -np.inf], np.float32)
-
-
-def drawn(rows, logits=LOGITS, **options):
-  """The tokens, and their log-probs, of `rows` draws from softmax(logits)."""
-  o = Options(**options)
-  numbers = np.array([o.temperature or 1, o.top_p, o.min_p], np.float32)
-  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(jnp.arange(rows))
-  run = jax.jit(functools.partial(draw, greedy=o.temperature == 0, truncated=o.truncated))
-  tokens, kept, full = run(keys, jnp.tile(logits, (rows, 1)), numbers, np.int32(o.top_k))
-  return np.asarray(tokens), np.asarray(kept), np.asarray(full)
-
-
-def expected(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-  """The distribution, token by token in order of their probability, without any sorting tricks."""
-  p = np.exp(LOGITS.astype(np.float64) / temperature)
-  p /= p.sum()
-  best = np.argsort(-p)
-  kept = set(best[:top_k] if top_k else best)
-  share, some = 0.0, []
-  for token in (t for t in best if t in kept):
-    if share >= top_p * sum(p[t] for t in kept) and top_p < 1:
-      break
-    share += p[token]
-    some.append(token)
-  final = np.array([p[t] if t in some and p[t] >= min_p * p.max() else 0 for t in range(len(p))])
-  return final / final.sum(), p
-
-
-@pytest.mark.parametrize("options", [
-    dict(), dict(temperature=0.7), dict(top_k=3), dict(top_p=0.8), dict(min_p=0.2), dict(top_k=100),
-    dict(temperature=1.5, top_k=5, top_p=0.9, min_p=0.15)])
-def test_the_distribution_is_exact(options):
-  """4,096 draws by a chi-square test (7 degrees at most, p = 1e-4: 29.9); the log-probs are of that distribution."""
-  rows = 4096
-  tokens, kept, full = drawn(rows, **options)
-  p, untruncated = expected(**options)
-  counts = np.bincount(tokens, minlength=8)
-  assert not counts[p == 0].any() and (p > 0).sum() >= 2
-  assert np.sum((counts - rows * p)[p > 0] ** 2 / (rows * p[p > 0])) < 29.9
-  np.testing.assert_allclose(kept, np.log(p[tokens]), atol=1e-6)
-  np.testing.assert_allclose(full, np.log(untruncated[tokens]), atol=1e-6)
-
-
-def test_draws_from_many_blocks_of_the_vocabulary_are_exact():
-  """2^16 draws of 500 entries, which are three blocks and a part of one, by a chi-square test (p about 3e-5); one block
-  is never drawn from, and nothing beyond the last entry is."""
-  rows, V = 2**16, 500
-  rng = np.random.default_rng(0)
-  logits_V = rng.normal(size=V).astype(np.float32)
-  logits_V[BLOCK:2 * BLOCK] = -np.inf
-  logits_V[[3, V - 2]] = -np.inf
-  tokens, kept, full = drawn(rows, logits_V)
-  p = np.exp(np.float64(logits_V))
-  p /= p.sum()
-  counts, there = np.bincount(tokens, minlength=V), p > 0
-  assert len(counts) == V and not counts[~there].any()
-  degrees = there.sum() - 1
-  assert np.sum((counts - rows * p)[there] ** 2 / (rows * p[there])) < degrees + 4 * np.sqrt(2 * degrees)
-  np.testing.assert_allclose(kept, np.log(p[tokens]), atol=1e-5)
-  np.testing.assert_array_equal(kept, full)
-
-
-def test_temperature_zero_is_greedy_with_plain_logprobs():
-  tokens, kept, full = drawn(3, temperature=0.0, top_k=1)
-  assert (tokens == 4).all()
-  np.testing.assert_allclose(kept, np.log(expected()[0][4]), atol=1e-6)
-  np.testing.assert_array_equal(kept, full)
-
-
 def test_truncated_completions_have_both_logprobs():
   model, params = case("llama")
   given = prompts()
@@ -447,3 +378,106 @@ def test_no_prompts_give_no_completions():
 def test_a_model_without_a_cache_is_refused():
   with pytest.raises(ConfigError, match="object cannot generate texts: it has no extend"):
     Sampler(object())
+
+
+# ---------------------------------------------------------------------------------------------- with a model that is a
+# table (test_decoding.py): after 0 it says 3, 1, 4, 2, 2, …; nothing has to be computed for what is to be expected.
+
+GREEDY = dict(temperature=0.0, stop_ids=(2,))
+
+
+def of_table(rows=2, chunk=2, **options):
+  return Sampler(Chain(), rows=rows, chunk=chunk, **options)
+
+
+def runs(sampler):
+  """The names of the programs that it runs from now on, in their order."""
+  names, program = [], sampler._program
+
+  def noting(name, *args, **kwargs):
+    made = program(name, *args, **kwargs)
+    return lambda *given: (names.append(name), made(*given))[1]
+
+  sampler._program = noting
+  return names
+
+
+def test_experts_of_prompt_and_completion_come_once_and_of_each_its_own():
+  """Each token goes through the expert of its number; the last one through none. Prompts of 3 and 1 tokens, 2 each."""
+  completions = of_table(record=True).generate({}, [[4, 1, 0], [3]], num_samples=2, max_new_tokens=9, **GREEDY)
+  assert [(c.prompt, c.ids.tolist(), c.finish_reason) for c in completions] == [
+      (0, [3, 1, 4, 2], "stop")] * 2 + [(1, [1, 4, 2], "stop")] * 2
+  for c in completions:
+    assert c.experts.ravel().tolist() == [[4, 1, 0], [3]][c.prompt] + c.ids.tolist()[:-1] + [-1]
+
+
+def test_what_was_kept_is_told_of_the_prompt_that_goes_on_from_it_alone():
+  """And it goes on with the experts that it had: the text without the token that ended it, which was not run."""
+  sampler, kept = of_table(record=True), Kept(4)
+  first, = sampler.generate({}, [[1, 0]], max_new_tokens=9, kept=kept, **GREEDY)
+  text, = kept._texts
+  assert text.ids.tolist() == [1, 0, 3, 1, 4] and text.experts.ravel().tolist() == [1, 0, 3, 1, 4]
+  asked = [[4, 4], [*text.ids.tolist(), 2, 0]]
+  other, on = sampler.generate({}, asked, max_new_tokens=3, kept=kept, **GREEDY)
+  assert (other.reused, on.reused) == (0, 5) and (kept.reused, kept.run) == (5, 2 + 2 + 2)
+  assert on.ids.tolist() == [3, 1, 4] and on.finish_reason == "length"
+  assert on.experts.ravel().tolist() == [1, 0, 3, 1, 4, 2, 0, 3, 1, -1]
+  assert [part.ids.tolist() for part in kept._texts] == [[1, 0, 3, 1, 4], [4, 4]]  # the cut one is not kept
+
+
+def test_newer_parameters_run_what_comes_later_and_decode_what_goes_on():
+  """By the newer ones each token is taken for the next one, from 4 for 0: 3 is followed by what follows 4, 2. One row;
+  the second prompt is run when the first one has ended."""
+  newer = iter([None, {"shift": jnp.int32(1)}])
+  request = Request(max_new_tokens=3, in_order=True, newer=lambda: next(newer, None), temperature=0.0)
+  parts = list(of_table(rows=1).stream({"shift": jnp.int32(0)}, [[0], [3]], request))
+  assert [(c.prompt, c.ids.tolist()) for c in parts] == [(0, [3, 1]), (0, [4]), (1, [2, 1]), (1, [2])]
+
+
+def test_rows_that_are_held_go_on_without_their_texts_being_run_again():
+  sampler, held, looks = of_table(), Held(), iter([False, True])
+  request = Request(max_new_tokens=4, stop_ids=(2,), temperature=0.0, until=lambda: next(looks), held=held)
+  parts = list(sampler.stream({}, [[0], [4, 0]], request))
+  assert [part.ids.tolist() for part in parts] == [[3, 1], [3, 1]] and len(held.names) == 2
+  names = runs(sampler)
+  request = Request(max_new_tokens=4, stop_ids=(2,), temperature=0.0, begun=[2, 0], held=held)
+  on, fresh = collect(sampler.stream({}, [[0, 3, 1], [1]], request))
+  assert on.ids.tolist() == [4, 2] and fresh.ids.tolist() == [4, 2]
+  assert names.count("prefill") == 1  # of the prompt that is new
+  assert held.rows is None and held.names == {}
+
+
+def test_a_text_may_be_as_long_as_the_model_can_and_what_was_begun_counts_once():
+  """Of ten places: six of a prompt with two of its completion, and up to six of the latter in all."""
+  sampler = of_table()
+  sampler.model.max_length = 10
+  completion, = sampler.generate({}, [[0] * 4 + [3, 1]], max_new_tokens=6, begun=[2], temperature=0.0)
+  assert completion.ids.tolist() == [4, 2, 2, 2]
+  with pytest.raises(ConfigError, match="max_new_tokens is 5, and the longest prompt has 6 tokens: .* the 10 that"):
+    sampler.generate({}, [[0] * 4 + [3, 1]], max_new_tokens=7, begun=[2], temperature=0.0)
+  for wrong in (-1, 5):
+    with pytest.raises(ConfigError, match=f"prompt 1 has ids from {min(wrong, 4)} to {max(wrong, 4)}; .* ends at 4"):
+      sampler.generate({}, [[0], [4, wrong]], max_new_tokens=2)
+
+
+def test_what_prompts_have_in_common_is_run_once_and_counted():
+  """Three with 4 tokens in common, one with none: of 4 · 3 tokens 8 need not be run."""
+  sampler, kept, shared = of_table(rows=4), Kept(9), Beginnings(least=3)
+  prompts = [[1, 2, 3, 4, 0], [1, 2, 3, 4, 3], [2, 0], [1, 2, 3, 4, 1, 1]]
+  found = sampler.generate({}, prompts, max_new_tokens=2, kept=kept, beginnings=shared, temperature=0.0)
+  assert [c.ids.tolist() for c in found] == [[3, 1], [1, 4], [3, 1], [4, 2]]
+  assert shared.saved == 8 and (kept.run, kept.reused) == (4 + 1 + 1 + 2 + 2, 8)
+
+
+def test_a_stop_string_may_have_begun_in_what_a_text_goes_on_with():
+  """The string "31", of which the 3 was drawn before."""
+  class Strings:
+    automaton = Automaton(np.array([0, 2, 0, 1, 0, 0], np.int32),
+                          np.array([[0, 1, 0], [0, 1, 2], [0, 1, 0]], np.int32), 2)
+    strings = ("31",)
+
+  for prompt, begun, ids in (([0, 3], 1, [1]), ([0, 3], 0, [1, 4]), ([0], 0, [3, 1])):
+    completion, = of_table().generate({}, [prompt], max_new_tokens=2 + begun, begun=[begun], stop=Strings(),
+                                      temperature=0.0)
+    assert completion.ids.tolist() == ids
+    assert (completion.finish_reason, completion.stop_reason) == (("length", None) if ids[-1] == 4 else ("stop", "31"))

@@ -1,6 +1,8 @@
 """Optimizers against references written by hand, and what the per-parameter rules do."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -420,3 +422,42 @@ def test_ema_is_a_weighted_average_in_float32():
     ema = optim.ema_update(ema, params, 0.9)
     np.testing.assert_allclose(ema["a"], [3 - 2 * 0.9**count, 2], rtol=1e-6)
   assert ema["a"].dtype == jnp.float32 and float(ema["a"][1]) == 2
+
+
+def test_each_array_and_each_step_is_rounded_by_bits_of_its_own():
+  """Of two arrays of ones in bfloat16 half move by 2^-9, which is half of what is between two numbers below 1."""
+  shapes = {"a/kernel": (64, 64), "b/kernel": (64, 64)}
+  params = tree_lib.unflatten({path: jnp.ones(shape, jnp.bfloat16) for path, shape in shapes.items()})
+  optimizer = dataclasses.replace(make(params), stochastic_rounding=True)
+  updates = jax.tree.map(lambda p: jnp.full(p.shape, -(2.0**-9)), params)
+  apply = jax.jit(optimizer.apply)
+  moved = {(step, path): np.asarray(p != 1) for step in (0, 1)
+           for path, p in tree_lib.flatten(apply(updates, params, step)).items()}
+  assert all(0.4 < part.mean() < 0.6 for part in moved.values())
+  pairs = itertools.combinations(moved.values(), 2)
+  assert all(0.4 < (one != other).mean() < 0.6 for one, other in pairs)  # as independent ones differ
+  again = tree_lib.flatten(apply(updates, params, 1))["a/kernel"]
+  np.testing.assert_array_equal(np.asarray(again != 1), moved[1, "a/kernel"])
+
+
+def test_matrices_of_a_wider_model_learn_slower_and_decay_as_much():
+  """Yang et al. 2022 (arXiv 2203.03466, table 8), at four times the width: rate / 4, rate × decay unchanged."""
+  narrow = make(weight_decay=0.5, lr_mults=(("/q/", 0.5),)).rules
+  config = defaults()
+  config.optimizer.update(weight_decay=0.5, lr_mults=(("/q/", 0.5),))
+  config.schedule.update(name="constant", warmup_percent=-1.0)
+  wide = optim.make_optimizer(config.optimizer, config.schedule, jax.eval_shape(lambda: tree(0)), total_steps=TOTAL,
+                              to_steps=lambda cfg, prefix, default=None, where="": 0, width=4.0).rules
+  for path, rules in wide.items():
+    hidden = path.startswith("blocks/") and path.endswith("kernel")
+    assert rules.lr_mult == narrow[path].lr_mult / (4 if hidden else 1), path
+    assert rules.lr_mult * rules.wd_mult == narrow[path].lr_mult * narrow[path].wd_mult, path
+
+
+def test_a_step_that_is_not_taken_says_nothing_of_its_size():
+  params, grads = tree(0), tree(1)
+  optimizer = make(name="sgd", learning_rate=0.5, momentum=0.0, nesterov=False, weight_decay=0.0)
+  for taken, norm in ((True, 0.5 * float(optim.global_norm(grads))), (False, 0.0)):
+    new, _, did = jax.jit(optimizer.advance)(grads, optimizer.init(params), params, 0, jnp.bool_(taken))
+    assert float(did.norm) == pytest.approx(norm, rel=1e-5)
+    assert taken == any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (new, params)), strict=True))

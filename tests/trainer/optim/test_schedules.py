@@ -126,6 +126,12 @@ def test_sgdr_cycles_grow_and_each_goes_from_peak_to_floor():
   assert values[99] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 10 / 96)))
 
 
+def test_sgdr_cycles_that_are_no_whole_steps_are_rounded_to_the_nearest():
+  """Lengths 5, 7.5, 11.25 and 16.875 begin at 0, 5, 13 (7.5 rounds up), 24 and 41."""
+  fn = schedule(60, name="sgdr", cycle_steps=5, t_mult=1.5, floor=0.0)
+  assert [step for step in range(60) if float(fn(step)) == 1] == [0, 5, 13, 24, 41]
+
+
 def test_sgdr_with_equal_cycles():
   values = [float(schedule(40, name="sgdr", cycle_steps=10, t_mult=1.0)(step)) for step in range(40)]
   assert values[:10] == values[10:20] == values[30:]

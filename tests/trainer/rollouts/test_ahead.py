@@ -18,6 +18,7 @@ from tests.trainer.rollout_runs import STOP, assert_same_state, start_of, table,
 from trainer import train
 from trainer.config import strategy
 from trainer.errors import ConfigError
+from trainer.rollouts import ahead as ahead_lib
 from trainer.rollouts import experience
 from trainer.rollouts.ahead import Ahead
 from trainer.rollouts.at_once import Concurrent
@@ -346,3 +347,25 @@ def test_a_schedule_of_another_run_is_refused_when_it_does_not_fit():
                          ({0: Sampled(0), 1: Sampled(5)}, "that the policy after 5 sampled")):
     with pytest.raises(ConfigError, match=said):
       played(Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2, versions), run_of(5), 5)
+
+
+@pytest.mark.parametrize("since, began, busy", [(100.0, 110.0, 20.0), (115.0, 110.0, 15.0)])
+def test_sampling_counts_from_when_it_began_or_from_the_rollout_before(since, began, busy, monkeypatch):
+  """Until 130; what was sampled before the last rollout was handed over was counted with that one."""
+  now = iter([began, 130.0])
+  monkeypatch.setattr(ahead_lib, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+  ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 1)
+  ahead._since = since
+  assert ahead._timed(lambda: "made") == "made" and ahead._busy == busy and ahead._began is None
+
+
+def test_shares_of_idle_time_are_of_the_time_since_the_rollout_before(monkeypatch):
+  """Of 50 s updates have waited 10 and 30 were sampled, 5 of them of a rollout that is not over."""
+  ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2)
+  ahead.ready.append(Rollout(3, 4, 6, 2, 2, 16, [0] * 4, experience.collect([]), {}, None, []))
+  ahead._since, ahead._waited, ahead._busy, ahead._began, ahead._dropped = 100.0, 10.0, 25.0, 145.0, 3
+  monkeypatch.setattr(ahead_lib, "time", SimpleNamespace(perf_counter=lambda: 150.0))
+  _, metrics = ahead.pop()
+  assert metrics == pytest.approx({"rollout/staleness": 2.0, "rollout/groups_dropped": 3.0,
+                                   "rollout/idle_trainer": 0.2, "rollout/idle_sampler": 0.4})
+  assert (ahead._since, ahead._waited, ahead._busy, ahead._dropped) == (150.0, 0.0, 0.0, 0)

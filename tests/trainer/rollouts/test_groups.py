@@ -175,3 +175,17 @@ def test_the_table_is_json_with_null_for_what_there_is_not():
        "rewards": {"f": 0.5}, "finish_reason": "stop", "tokens": 1},
       {"where": "file:0", "sample": 1, "prompt": "prompt 0", "completion": "10 11", "reward": None, "advantage": None,
        "rewards": {"f": None}, "finish_reason": "stop", "tokens": 2}]
+
+
+def test_a_page_shows_each_completion_with_the_images_of_its_prompt(tmp_path, monkeypatch):
+  shown = []
+  monkeypatch.setattr(groups.pages, "cards_page", lambda *given: (shown.append(given), "")[1])
+  rows = [dict(where=f"file:{n}", sample=i, prompt=f"prompt {n}", completion=f"said {i}", reward=1.0, advantage=None,
+               finish_reason="stop", stop_reason=None) for n in range(2) for i in range(3)]
+  text = groups.write(tmp_path / "samples" / "rollout-00000001", rows, [["a picture"], []], "title")
+  (title, cards, total), = shown
+  assert (title, total) == ("title", 6)
+  assert [list(card.images) for card in cards] == [["a picture"]] * 3 + [[]] * 3
+  lines = (tmp_path / "samples" / "rollout-00000001.jsonl").read_text().splitlines()
+  assert [json.loads(line) for line in lines] == rows
+  assert text.split("\n\n")[3].startswith("--- file:1, reward 1.0, advantage None") and "prompt 1\n>>> said 0" in text

@@ -1,9 +1,12 @@
 """What rollouts are made of: pairs, turns of an environment, responses from files, references; and what is refused."""
 
+import contextlib
 import json
 import math
 import re
 import statistics
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +28,10 @@ from trainer import train, tree
 from trainer.config import defaults, reward, strategy
 from trainer.errors import ConfigError, DataError
 from trainer.modes import inspect
+from trainer.rollouts import rollout, schedule
+from trainer.rollouts.experience import Trajectory, collect
+from trainer.rollouts.groups import NoSignal
+from trainer.rollouts.producer import Policy, Rollout
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +283,234 @@ def test_a_pair_that_fits_no_row_is_refused_with_the_length_to_set(tmp_path, pro
   c.strategy = strategy("dpo")
   with pytest.raises(ConfigError, match=r"[ab].jsonl:\d+: the best and the worst completion with their prompts have"):
     train(c, tmp_path / "w")
+
+
+# ----------------------------------------------------------------------------------------------
+# Which step of which rollout is trained when: of rollouts that are scripted, nothing is sampled.
+
+
+class Scripted:
+  """Stands for what makes rollouts: number n serves steps 4n to 4n + 3, two passes of two updates over four
+  trajectories of tokens 10n + 1, 10n + 2, …, each behind a prompt of one token."""
+
+  made = None
+
+  def __init__(self, first=0):
+    self.ready, self.first, self.popped, self.went_on = deque(), first, [], None
+
+  def rollout(self, number):
+    units = [[(Trajectory(np.array([5, 10 * number + n, 10 * number + n], np.int32), np.array([0, 1, 1], np.float32),
+                          np.array([0, -1, -1], np.float32), 1, "stop", 4 * number + n), float(n), 0)]
+             for n in range(1, 5)]
+    return Rollout(number, 4 * number, 4 * number + self.first, 4, 2, 2 * number + 2, [], collect(units),
+                   {"reward": float(number)}, None, [], changes=((1, number),), kept=number)
+
+  def fill(self, run, due):
+    return True
+
+  def pop(self):
+    if not self.ready:
+      self.ready.append(self.rollout(len(self.popped)))
+    self.popped.append(self.ready.popleft())
+    return self.popped[-1], {"rollout/staleness": 1.0}
+
+  def restore(self, step, last, ready):
+    self.went_on = step, last, list(ready)
+    self.popped = [] if last is None else [last] * (last.number + 1)
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path):
+  """Makes `Rollouts` whose rollouts `Scripted` makes."""
+  def make(first=0, **changed):
+    # Read when the policy is not there: what makes rollouts is.
+    monkeypatch.setattr(rollout, "Producer", lambda *_: SimpleNamespace(
+        models=SimpleNamespace(saved=dict, restore=lambda saved: None),
+        curriculum=SimpleNamespace(restored=lambda arrays, data: (None, arrays))))
+    monkeypatch.setattr(rollout, "make_ahead", lambda *_: Scripted(first))
+    prompts = SimpleNamespace(num_items=None, source_names=["main"], num_prompts=40, fingerprint="f",
+                              epoch=lambda drawn: drawn / 40, counters=lambda drawn: {"main": {"rows": drawn}})
+    policy = Policy(SimpleNamespace(), SimpleNamespace(pad_id=0), None)
+    c = config(["a.jsonl"], "low", rollout=dict(num_prompts=2, updates=2, epochs=2) | changed.pop("rollout", {}),
+               **changed)
+    resolved = program_lib.resolve(c)[0]
+    made = rollout.Rollouts(resolved, prompts, policy, share_prompts=False, workdir=tmp_path)
+    return made, made._ahead
+
+  return make
+
+
+class ScriptedRun:
+  """Of a run what rollouts ask for; the policy's log-prob of a token is -(100 · updates + token / 1000)."""
+
+  log_steps, reference = 0, None
+
+  def __init__(self):
+    self.step, self.state, self.scored, self.written = 0, {"params": None}, [], []
+    self.chrono = SimpleNamespace(pause=lambda kind: contextlib.nullcontext())
+    self.program = SimpleNamespace(place=lambda batch: batch, score_fn=self._score)
+    self.writer = SimpleNamespace(write_texts=lambda step, texts: self.written.append(step))
+
+  def _score(self, params, batch, step, reference, whole):
+    self.scored.append((int(step), batch["tokens"]))
+    return {"old_logprobs": -(100.0 * self.step + batch["tokens"] / 1000.0)}
+
+  def take(self, data, steps):
+    """The batches of so many steps."""
+    batches = []
+    for _ in range(steps):
+      batches.append(data.take(self))
+      self.step += 1
+    return batches
+
+
+def trained(batch):
+  """The trajectories of a batch, by their tokens."""
+  return sorted(set(batch["tokens"][batch["loss_weights"] > 0].tolist()))
+
+
+def test_a_rollout_serves_its_steps_each_pass_whole_in_an_order_of_its_own(scripted):
+  data, ahead = scripted()
+  batches = ScriptedRun().take(data, 12)
+  assert [made.number for made in ahead.popped] == [0, 1, 2]
+  halves = [trained(batch) for batch in batches]
+  for first in range(0, 12, 2):  # two updates have all four of their rollout, half each
+    begin = 10 * (first // 4)
+    assert sorted(halves[first] + halves[first + 1]) == [begin + n for n in range(1, 5)]
+    assert len(halves[first]) == 2
+  orders = {tuple(token - 10 * (first // 4) for token in halves[first]) for first in range(0, 12, 2)}
+  assert len(orders) > 1  # of six passes, with 1 in 6 ** 5 all alike
+  # By (seed, number of the rollout, pass) alone, not by when it is trained on.
+  later, _ = scripted(first=5)
+  run = ScriptedRun()
+  run.step = 5
+  assert [trained(batch) for batch in run.take(later, 12)] == halves
+  other, _ = scripted(seed=1)
+  assert [trained(batch) for batch in ScriptedRun().take(other, 12)] != halves
+
+
+def test_what_was_taken_is_counted_with_padding_and_of_the_step_before_as_well(scripted):
+  data, _ = scripted()
+  run, places = ScriptedRun(), 0
+  for _ in range(6):
+    before, batch = places, run.take(data, 1)[0]
+    places += batch["tokens"].size
+    assert batch["tokens"].size > np.count_nonzero(batch["segment_ids"])
+    assert (data.tokens_seen(run.step), data.tokens_seen(run.step - 1)) == (places, before)
+    assert data.epoch(run.step) == (2 if run.step <= 4 else 4) / 40
+  assert data.counters(5) == {"main": {"rows": 4}} and data.counters(6) == {"main": {"rows": 4}}
+  assert data.metrics.keys() == {"reward", "rollout/staleness", "time/old_logprobs"} and data.metrics["reward"] == 1.0
+
+
+def test_ratios_are_to_the_policy_before_the_rollout_in_each_of_its_steps(scripted):
+  """Each later step's own batch is asked about, as the update will take it, before the first one."""
+  data, _ = scripted()
+  run = ScriptedRun()
+  batches = run.take(data, 8)
+  assert [step for step, _ in run.scored] == [1, 2, 3, 5, 6, 7]
+  for step, tokens in run.scored:
+    np.testing.assert_array_equal(tokens, batches[step]["tokens"])
+  for step, batch in enumerate(batches):
+    there = batch["loss_weights"] > 0
+    expected = -(100.0 * 4 * (step // 4) + batch["tokens"][there] / 1000.0) if step % 4 else np.nan
+    np.testing.assert_allclose(batch["old_logprobs"][there], expected, rtol=1e-6)
+    assert set(batch["advantages"][batch["segment_roles"] > 0].tolist()) == {t - 10 * (step // 4)
+                                                                            for t in trained(batch)}
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_what_is_left_of_a_rollout_is_gone_on_with(scripted, stop):
+  straight = ScriptedRun().take(scripted()[0], 9)
+  data, run = scripted()[0], ScriptedRun()
+  run.take(data, stop)
+  data._ahead.ready.append(data._ahead.rollout(2))  # one that waits
+  meta, arrays = data.saved(stop)
+  again, ahead = scripted()
+  again.restore(stop, json.loads(json.dumps(meta)), arrays)
+  assert meta["done"] == (stop == 4) and (meta["tokens"], meta["drawn"]) == (data.tokens_seen(stop), 2 + 2 * (stop > 4))
+  went_on, last, waiting = ahead.went_on
+  assert went_on == stop and last.number == (stop - 1) // 4 and [made.number for made in waiting] == [2]
+  np.testing.assert_array_equal(waiting[0].experience.tokens, data._ahead.ready[0].experience.tokens)
+  for found, wanted in zip(run_from(stop).take(again, 9 - stop), straight[stop:], strict=True):
+    assert found.keys() == wanted.keys()
+    for name in found:
+      np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+  assert again.tokens_seen(9) == sum(batch["tokens"].size for batch in straight)
+
+
+def run_from(step):
+  run = ScriptedRun()
+  run.step = step
+  return run
+
+
+def test_prompts_end_with_the_rollout_that_took_the_last_and_those_that_finish_what_goes_on(scripted):
+  """7 prompts, 2 a rollout of 4 steps: 4 rollouts; or sooner, where groups were replaced; 3 that go on take 2 more."""
+  data, ahead = scripted()
+  assert data.num_steps is None
+  data._prompts.num_items = 7
+  assert data.num_steps == 16
+  for drawn, carried, steps in ((6, 0, 16), (7, 0, 8), (9, 0, 8), (7, 3, 16), (7, 2, 12)):
+    ahead.made = SimpleNamespace(drawn=drawn, end=8, carried=[None] * carried, steps=4)
+    assert data.num_steps == steps, (drawn, carried)
+
+
+def test_a_critic_is_given_how_far_the_policy_is_from_the_reference(scripted):
+  """log p - log p_ref of each token, not the other way round."""
+  data, _ = scripted()
+  data._returns = SimpleNamespace(penalised=True, make=lambda experience, values, log_ratios: (
+      given.append((values, log_ratios)), ({}, {"about": 1.0}))[1])
+  given, run = [], ScriptedRun()
+  run.program.score_fn = lambda params, batch, step, reference, whole: {
+      name: np.full(batch["tokens"].shape, value, np.float32)
+      for name, value in (("old_logprobs", -2.0), ("ref_logprobs", -5.0), ("old_values", 0.25))}
+  run.take(data, 1)
+  (values, log_ratios), = given
+  trained_tokens = data._now.experience.weights > 0
+  np.testing.assert_array_equal(log_ratios[trained_tokens], 3.0)
+  np.testing.assert_array_equal(values[trained_tokens], 0.25)
+  assert data.metrics["about"] == 1.0
+
+
+def test_samples_are_written_where_metrics_of_a_step_of_theirs_are(scripted, monkeypatch):
+  """Rollouts of 4 steps, metrics every 6: of steps 6 (the second rollout), 12 (the third), not of the fourth; and the
+  first."""
+  written = []
+  monkeypatch.setattr(rollout.groups_lib, "write", lambda path, *rest: written.append((path.name, rest[-1])))
+  data, _ = scripted()
+  run = ScriptedRun()
+  run.log_steps = 6
+  run.take(data, 20)
+  assert written == [(f"rollout-{step:08d}", f"rollout before step {step}") for step in (1, 5, 9, 17)]
+  assert run.written == [1, 5, 9, 17]
+
+
+def test_a_schedule_says_by_which_policy_each_rollout_was_sampled_and_when_it_is_trained_on(scripted, monkeypatch):
+  noted = []
+  monkeypatch.setattr(rollout.schedule, "write", lambda folder, *rest: noted.append(rest))
+  ScriptedRun().take(scripted()[0], 8)
+  assert noted == []
+  ahead_of = scripted(first=3, rollout=dict(max_staleness=4), strategy=dict(correction="token_truncate"))[0]
+  run_from(3).take(ahead_of, 8)
+  assert noted == [(0, schedule.Sampled(0, ((1, 0),), 0), 3), (1, schedule.Sampled(4, ((1, 1),), 1), 7)]
+
+
+@pytest.mark.parametrize("learned, equal, ends_after", [(False, True, 3), (True, False, 3), (True, True, None)])
+def test_rollouts_that_teach_nothing_end_a_run_unless_it_has_learned_and_all_are_as_good(
+    scripted, learned, equal, ends_after):
+  data, ahead = scripted(rollout=dict(max_without_lesson=3))
+  run, begun = ScriptedRun(), 0
+  if learned:
+    run.take(data, 4)
+    begun = 1
+  made = ahead.rollout
+  ahead.rollout = lambda number: made(number)._replace(no_signal=NoSignal("all rewards are 0", "Look.", equal))
+  if ends_after is None:
+    run.take(data, 40)
+    return
+  run.take(data, 8)
+  first = 4 * begun + 1
+  since = "" if learned else ", and nothing has been learned since the run began"
+  with pytest.raises(DataError, match=re.escape(
+      f"3 rollouts in a row taught nothing, from step {first} to {first + 8}{since}. Of the last: all rewards are 0.")):
+    run.take(data, 1)

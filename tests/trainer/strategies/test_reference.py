@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,6 +125,51 @@ def test_log_probs_of_another_temperature_are_not_those_of_the_cache(tmp_path):
     there = batch["loss_weights"] > 0
     expected = np.log(softmax(FIRST / temperature))[batch["tokens"][there]]
     np.testing.assert_allclose(batch["ref_logprobs"][there], expected, atol=1e-5)
+
+
+def asked_of(changed=(), kind="start", meta=None, params=3.0):
+  """(what the cache of log-probs is asked by, what the reference is made of), `changed` being options of the run."""
+  changed, asked, made = dict(changed), [], []
+  c = defaults()
+  c.strategy = strategy("grpo", precompute=True, kl_coef=0.1, reference=kind,
+                        temperature=changed.get("temperature", 1.0))
+  c.precision.compute = changed.get("compute", "float32")
+  leaf = SimpleNamespace(shape=(), dtype=np.float32)
+  program = SimpleNamespace(
+      model=SimpleNamespace(spec=changed.get("spec", "8 layers")), reference={"w": leaf}, params_sharding={"w": None},
+      options=SimpleNamespace(micro_batch_size=changed.get("rows", 4)))
+
+  @dataclasses.dataclass
+  class Start:
+    state: dict
+    meta: dict
+    pinned: dict
+
+  data = SimpleNamespace(use=lambda logprobs: None, reference=lambda identity, folder: asked.append(identity))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(reference, "complete", lambda *args: None)
+    patch.setattr(reference, "_pin", lambda start, *rest: start)
+    patch.setattr(reference.init_from, "origin_of", lambda config: None)
+    patch.setattr(reference.init_from, "first_params", lambda *args, partial: ({"w": np.float32(7.0)}, ""))
+    patch.setattr(reference, "first_reference", lambda config, model, params, target: (
+        made.append(float(params["w"])), {"w": np.float32(changed.get("w", params["w"]))})[1])
+    reference.precompute(c, Start({"params": {"w": np.float32(params)}}, meta or {}, {}), program, [data], Path("w"))
+  return asked[0], made[0]
+
+
+@pytest.mark.parametrize("changed", [{}, dict(temperature=0.5), dict(compute="bfloat16"), dict(spec="9 layers"),
+                                     dict(rows=8), dict(w=3.5)])
+def test_log_probs_of_the_cache_are_those_of_the_same_computation(changed):
+  """By whatever could change a bit of them: parameters, model, precision, rows computed at a time, temperature."""
+  assert (asked_of(changed)[0] == asked_of()[0]) == (not changed)
+
+
+@pytest.mark.parametrize("kind, meta, expected", [
+    ("start", {}, 3.0), ("start", {"step": 2}, 7.0), ("base", {}, 3.0), ("base", {"step": 2}, 7.0),
+    ("/a", {"step": 2}, 3.0)])
+def test_a_run_that_goes_on_makes_its_reference_of_what_it_began_with(kind, meta, expected):
+  """7, of which its checkpoint knows nothing, not 3, to which it has been trained. Another run's is read elsewhere."""
+  assert asked_of(kind=kind, meta=meta)[1] == expected
 
 
 @pytest.mark.parametrize("kind, rank, more, message", [

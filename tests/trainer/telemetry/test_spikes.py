@@ -248,6 +248,41 @@ def test_near_its_end_a_run_goes_on_with_what_is_left(total, expected):
   assert (run.go_back and run.go_back.resume) == expected
 
 
+def test_the_limit_is_that_of_the_last_values_of_the_window_alone():
+  """Ten of them after five others."""
+  run = fake()
+  feed(made := make(run), run, [9.0] * 5 + [1.0] * 10)
+  assert made._seen["recent"] == [1.0] * 10 and run.go_back is None
+
+
+def test_a_run_goes_back_with_what_its_checkpoint_remembers_and_counts_on():
+  """Of the time after the checkpoint only how often spikes were found, and how often the run went back, are kept."""
+  calls = []
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  state = {"step": jax.device_put(np.int32(33), sharding), "nonfinite": jax.device_put(np.int32(2), sharding),
+           "params": jax.device_put(np.float32(5.0), sharding)}
+  saved = {"step": np.int32(24), "nonfinite": np.int32(0), "params": np.float32(3.0)}
+  meta = {"seconds": {"train": 7.0}, "remembered": {"mine": 1, "spikes": {
+      "recent": CALM, "above": 0, "found": 0, "rollbacks": 0}}}
+  run = fake(step=33, state=state, go_back=spikes.Spike(32, 24, 36), callbacks=lambda *args: calls.append(args[0]),
+             remembered={"mine": 2, "spikes": {"recent": [], "above": 3, "found": 4, "rollbacks": 1}},
+             settle=lambda: calls.append("settle"), save=lambda: calls.append("save"),
+             chrono=types.SimpleNamespace(take_back=lambda seconds: calls.append(seconds)),
+             writer=types.SimpleNamespace(write_scalars=lambda step, row: calls.append((step, row))),
+             checkpoints=types.SimpleNamespace(
+                 split=lambda state: (state, {"base": 1}), merge=lambda stored, left_out: stored | left_out,
+                 restore=lambda step, target: (calls.append(("restore", step)), types.SimpleNamespace(
+                     state=dict(saved), meta=meta))[1],
+                 forget_after=lambda step: calls.append(("forget after", step))))
+  spikes.go_back(run, types.SimpleNamespace(seek=lambda step: calls.append(("seek", step))))
+  assert run.remembered == {"mine": 1, "spikes": {"recent": CALM, "above": 0, "found": 4, "rollbacks": 2}}
+  assert {name: int(value) for name, value in run.state.items()} == {
+      "step": 36, "nonfinite": 2, "params": 3, "base": 1}
+  assert run.step == 36 and run.go_back is None
+  assert calls == ["settle", ("restore", 24), ("forget after", 24), {"train": 7.0}, ("seek", 36),
+                   (36, {"spikes/rollbacks": 2, "spikes/from_step": 24}), "on_rollback", "save"]
+
+
 @pytest.mark.parametrize("count", [9, 10])
 def test_the_window_is_full_with_its_last_value(count):
   run = fake()

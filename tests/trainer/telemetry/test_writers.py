@@ -1,6 +1,7 @@
 """metrics.jsonl and event files survive crashes and full disks."""
 
 import json
+import struct
 
 import pytest
 
@@ -55,6 +56,19 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
   monkeypatch.setattr(writer, "_file", FullFile())
   with pytest.raises(OSError, match=r"No space left on device. Free space, .* Not written: '.*metrics.jsonl'"):
     writer.write_scalars(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("resumed, purged", [(-1, 0), (0, 1), (7, 8)])
+def test_tensorboard_leaves_out_what_earlier_files_say_of_later_steps(tmp_path, resumed, purged):
+  """The step of a session that starts is the first that it takes from them (read by tensorboardX's own messages)."""
+  from tensorboardX.proto.event_pb2 import Event
+  TensorBoardWriter(tmp_path, resumed).close()
+  data, events = next(tmp_path.glob("events*")).read_bytes(), []
+  while data:
+    size = struct.unpack("<Q", data[:8])[0]
+    events.append(Event.FromString(data[12:12 + size]))
+    data = data[16 + size:]
+  assert [event.step for event in events] == [purged, purged] and events[1].session_log.status == 1
 
 
 def test_tensorboard_files_are_written_beside_jsonl(tmp_path):
