@@ -14,6 +14,7 @@ from input_pipeline.cache import TokenizedSource
 from input_pipeline.chat.image_placeholders import preprocess_of, sampling_of, tokens_per_image
 from input_pipeline.fitting import Pieces, ragged
 from input_pipeline.images import tiles
+from input_pipeline.images.video_file import Video
 from input_pipeline.images.workers import Task, decode
 from trainer.errors import ConfigError
 
@@ -27,7 +28,7 @@ class ImageLayout(NamedTuple):
 
   With `tiles`, each of the I is a tile of an image, of one token; see models/tiles.py. With `named`, there are the
   names of images: `image_names`, uint32 [B, T, 2], at each of its tokens 64 bits of the content of its file. `frames`:
-  F, more than 1 where a row may have a video.
+  F, 2 where a row may have a video of a tower whose patches have two.
   """
 
   most: int
@@ -139,8 +140,8 @@ class RowImages:
     image, feature = ragged(count * each)
     index = first[image] * each + feature
     batch["image_index"].reshape(-1)[places] = index + 1
-    if self._attention in OF_IMAGES:
-      batch["block_ids"].reshape(-1)[places] = slot[image] + 1 if self.tiles else index // each + 1
+    if self._attention in OF_IMAGES and not self.tiles:
+      batch["block_ids"].reshape(-1)[places] = index // each + 1
     key = (self._seed, source.name, epoch)
     tasks = [Task(source.images.content(u), self._how, (*key, u), f"source {source.name!r}: image {u} of its cache")
              for u in use.tolist()]
@@ -152,5 +153,8 @@ class RowImages:
         batch["images"][r, here] = tiles.widened(cut, batch["images"].shape[-1])
         batch["image_grid"][r, here] = grid
       else:
-        squares = pixels.reshape(-1, *batch["images"].shape[2:])
+        squares = (pixels.pixels if isinstance(pixels, Video) else pixels).reshape(-1, *batch["images"].shape[2:])
         batch["images"][r, n:n + len(squares)] = squares
+    if self._attention in OF_IMAGES and self.tiles:  # those of an image, or of a video's frame
+      numbers = np.pad(batch["image_grid"][..., 0], ((0, 0), (1, 0)))
+      batch["block_ids"][:] = np.take_along_axis(numbers, batch["image_index"], axis=1)

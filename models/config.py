@@ -301,17 +301,19 @@ def model() -> ConfigDict:
   v.attention = "causal"
   # The id of the token that holds an image feature's place.
   v.image_token = unset(int)
-  # Videos, of towers that see them (docs/images.md). `token` holds the place of a video's feature; unset: none is read.
+  # Videos, of models that see them (docs/images.md). `token` holds the place of a video's feature; unset: none is read.
+  # Of SmolVLM it is image_token.
   v.video = w = ConfigDict(dict(token=unset(int)))
   # Of qwen2_5_vl: how many positions a second is, on the axis of time.
   w.tokens_per_second = 0.0
   # Which frames are taken: so many a second, or so many; all where neither is set. With fps at least min_frames, where
-  # there are as many, and at most max_frames.
+  # there are as many, and at most max_frames. Of SmolVLM fps and max_frames say it, of gemma4 one of the first two.
   w.fps = unset(float)
   w.num_frames = unset(int)
   w.min_frames = 4
   w.max_frames = 768
-  # How many pixels a frame has, at least and at most; of qwen3_vl all frames together. They keep their shape.
+  # How many pixels a frame has, at least and at most; of qwen3_vl all frames together. They keep their shape. Of
+  # SmolVLM, whose frames become squares: the square of the side that their longer side is brought to before.
   w.min_pixels = 128 * 28 * 28
   w.max_pixels = 28 * 28 * 768
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose

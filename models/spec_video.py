@@ -5,6 +5,7 @@ tower of images.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
@@ -14,9 +15,17 @@ from trainer.errors import ConfigError
 # The keys of `model.vision.video` that say what function is computed, and those of what videos it was trained with.
 KEYS = ("token", "tokens_per_second")
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels")
-# How frames of videos stand in texts, by tower: all of a video's together; or those of a patch, each behind its time.
-TOGETHER, TIMED = "together", "timed"
-VIDEOS: Mapping[str, str] = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
+# How frames of videos stand in texts, by tower or projector: all of a video's together; or each, or those of a patch,
+# behind its time, of SmolVLM as images, with their token. input_pipeline/chat/image_placeholders.py has the same.
+TOGETHER, TIMED, CLOCKED, INTRODUCED = "together", "timed", "clocked", "introduced"
+VIDEOS: Mapping[str, str] = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED, "gemma4": CLOCKED,
+                             "shuffle": INTRODUCED}
+# Of frames that are made as large as they may be, and are as many as `num_frames` or `fps` say.
+LEAST_PIXELS, MOST_FRAMES = 1, 768
+# Pixels of SmolVLM's longer side, at most.
+MOST_SIDE = 4096
+# How many tokens at most Gemma 4's image and video processors make of an image, or a frame: one of these.
+MOST_TOKENS = (70, 140, 280, 560, 1120)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +48,30 @@ class Video:
     return self.max_pixels // 2 if self.of_all else self.max_pixels
 
 
-def make_video(c: ConfigDict, tower: str, image_token: int | None, tile: int) -> Video | None:
+def kind_of(tower: str, projector: str) -> str | None:
+  """One of VIDEOS; None: the model sees no videos."""
+  return VIDEOS.get(tower, VIDEOS.get(projector))
+
+
+def make_video(vision: ConfigDict) -> Video | None:
   """Reads and checks `model.vision.video`; None: the model sees no videos.
 
   Args:
-    c: the section.
-    tower, image_token: of `model.vision`.
-    tile: pixels of a tile.
+    vision: the section `model.vision`.
 
   Raises:
     ConfigError: what was found and what is allowed.
   """
+  c, tower, kind, tile = vision.video, vision.tower, kind_of(vision.tower, vision.projector), vision.image_size**2
   if c.token is None:
     return None
-  if tower not in VIDEOS:
-    raise ConfigError(f"model.vision.video.token: found {c.token} with the tower {tower!r}, which sees no videos here; "
-                      f"those of {', '.join(VIDEOS)} do. Leave it unset.")
-  if c.token < 0 or c.token == image_token:
-    raise ConfigError(f"model.vision.video.token: found {c.token}, allowed: the id of a token, another than "
-                      f"model.vision.image_token, {image_token}.")
+  if kind is None:
+    raise ConfigError(f"model.vision.video.token: found {c.token} with the tower {tower!r} and the projector "
+                      f"{vision.projector!r}, which see no videos here; {', '.join(VIDEOS)} do. Leave it unset.")
+  if c.token < 0 or (c.token == vision.image_token) != (kind == INTRODUCED):
+    wanted = "model.vision.image_token, since frames are images" if kind == INTRODUCED else (
+        "the id of a token, another than model.vision.image_token")
+    raise ConfigError(f"model.vision.video.token: found {c.token}, allowed: {wanted}, {vision.image_token}.")
   if (tower == "qwen2_5_vl") != (c.tokens_per_second > 0):
     raise ConfigError(f"model.vision.video.tokens_per_second: found {c.tokens_per_second} with the tower {tower!r}; "
                       "qwen2_5_vl has a number above 0, others have 0.")
@@ -70,7 +84,25 @@ def make_video(c: ConfigDict, tower: str, image_token: int | None, tile: int) ->
   if not 1 <= c.min_frames <= c.max_frames or c.max_frames < 2:
     raise ConfigError(f"model.vision.video: found min_frames={c.min_frames}, max_frames={c.max_frames}; allowed: "
                       "min_frames from 1 to max_frames, and that at least 2.")
-  if not 1 <= c.min_pixels <= c.max_pixels or c.max_pixels < tile:
+  if not 1 <= c.min_pixels <= c.max_pixels or c.max_pixels < tile and kind != INTRODUCED:
     raise ConfigError(f"model.vision.video: found min_pixels={c.min_pixels}, max_pixels={c.max_pixels}; allowed: "
                       f"min_pixels from 1 to max_pixels, and that at least a tile, {tile}.")
-  return Video(**{key: c[key] for key in (*KEYS, *SAMPLING)}, of_all=VIDEOS[tower] == TIMED)
+  if kind in (CLOCKED, INTRODUCED):
+    _check_frames(c, kind, tile)
+  return Video(**{key: c[key] for key in (*KEYS, *SAMPLING)}, of_all=kind == TIMED)
+
+
+def _check_frames(c: ConfigDict, kind: str, tile: int) -> None:
+  """Keys of which these models' processors know nothing, and what they allow of others."""
+  if c.min_pixels != LEAST_PIXELS or c.min_frames != 1:
+    raise ConfigError(f"model.vision.video: found min_pixels={c.min_pixels}, min_frames={c.min_frames}; Gemma 4 and "
+                      f"SmolVLM have neither. Leave them at {LEAST_PIXELS} and 1.")
+  if kind == CLOCKED and (c.max_frames != MOST_FRAMES or c.max_pixels not in [n * tile for n in MOST_TOKENS]):
+    raise ConfigError(f"model.vision.video: found max_frames={c.max_frames}, max_pixels={c.max_pixels}; of Gemma 4 the "
+                      f"first stays {MOST_FRAMES} (num_frames or fps say how many are taken), and the other is one of "
+                      f"{', '.join(str(n * tile) for n in MOST_TOKENS)}: {', '.join(map(str, MOST_TOKENS))} tiles.")
+  side = math.isqrt(c.max_pixels)
+  if kind == INTRODUCED and (c.num_frames is not None or side**2 != c.max_pixels or side > MOST_SIDE):
+    raise ConfigError(f"model.vision.video: found num_frames={c.num_frames}, max_pixels={c.max_pixels}; of SmolVLM fps "
+                      "and max_frames say how many frames are taken, and max_pixels is the square of the longer side "
+                      f"that a frame is brought to, up to {MOST_SIDE}: 262144, say, for 512.")

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from models.activations import GATED, UNGATED
 from models.spec_checks import at_least_one, one_of
 from models.spec_video import KEYS as VIDEO_KEYS
-from models.spec_video import SAMPLING, Video, make_video
+from models.spec_video import MOST_TOKENS, SAMPLING, Video, make_video
 from trainer.errors import ConfigError
 
 # The keys of `model.vision` that say what function is computed.
@@ -59,8 +59,6 @@ OF_IMAGES = ("image", "local_image")
 # Where linear layers clip: the numbers of each, and how far these are from 0 where there is no bound. In a parameter,
 # which is always finite, that stands for infinity: in bfloat16, too, and so that squares are finite.
 BOUNDS, UNBOUNDED = ("input_min", "input_max", "output_min", "output_max"), 2.0**60
-# How many tokens at most Gemma 4's image processors make of an image: one of these.
-MOST_TOKENS = (70, 140, 280, 560, 1120)
 # Mean and standard deviation of red, green and blue that the towers were trained with.
 PIXELS = {
     "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
@@ -209,7 +207,7 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
       projector=one_of("vision.projector", c.projector, PROJECTORS), tokens_per_image=_tokens_per_image(c, reasons),
       attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers),
       deepstack_layers=tuple(c.deepstack_layers), split=bool(c.split), clipped=c.clipped, standardized=c.standardized,
-      video=make_video(c.video, c.tower, c.image_token, c.image_size**2))
+      video=make_video(c))
 
 
 def _check_native(c: ConfigDict, num_layers: int) -> None:
@@ -267,9 +265,10 @@ def _check_gemma4(c: ConfigDict) -> None:
     raise ConfigError(f"model.vision: found min_pixels={c.min_pixels}, max_pixels={c.max_pixels}; with the tower "
                       f"gemma4 the first stays {MIN_PIXELS}, for images are made as large as they may be, and the "
                       f"other is one of {', '.join(map(str, most))}: {', '.join(map(str, MOST_TOKENS))} tiles.")
-  if (longest := c.max_pixels // tile * (c.image_size // c.patch_size)) > c.position_grid:
+  largest = c.max_pixels if c.video.token is None else max(c.max_pixels, c.video.max_pixels)
+  if (longest := largest // tile * (c.image_size // c.patch_size)) > c.position_grid:
     raise ConfigError(f"model.vision.position_grid: found {c.position_grid}, but an image may have {longest} patches "
-                      "in a row or column (max_pixels). Set it to that, or more.")
+                      "in a row or column (max_pixels, of frames video.max_pixels). Set it to that, or more.")
   if (tuple(c.mean) or own[0], tuple(c.std) or own[1]) != own:
     raise ConfigError(f"model.vision: found mean={tuple(c.mean)}, std={tuple(c.std)}; the tower gemma4 has 0.5 for "
                       "each, which its image processors cannot say otherwise. Leave both ().")

@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline.chat import video_texts
 from input_pipeline.chat.image_parts import IMAGE, refuse_stand_in
 from input_pipeline.images import videos
 from input_pipeline.images.formats import FORMATS, ImageError
@@ -27,7 +28,7 @@ from input_pipeline.images.images import (
   read,
 )
 from input_pipeline.images.tiles import split_grid
-from input_pipeline.images.videos import TIMED, TOGETHER, Sampling
+from input_pipeline.images.videos import CLOCKED, INTRODUCED, TIMED, TOGETHER, Sampling
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError, one_of
 
@@ -45,10 +46,13 @@ GEMMA4 = ("<|image>", "<image|>")
 PIXTRAL = ("[IMG_BREAK]", "[IMG_END]")
 # What towers ask for that see images in tiles.
 IN_TILES = {"qwen2_vl": KEEP, "qwen2_5_vl": KEEP, "qwen3_vl": KEEP, "gemma4": FIT, "pixtral": LIMIT}
-# How those of them see videos that do.
-VIDEOS = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
 # And in SmolVLM: before each square of an image there are the first and the square's place, or the second.
 FAKE, WHOLE = SMOLVLM = ("<fake_token_around_image>", "<global-img>")
+# How videos stand in texts, by the tower, or the projector, of those models that see them; models/spec_video.py has the
+# same. And what stands around frames.
+VIDEOS = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED, "gemma4": CLOCKED, "shuffle": INTRODUCED}
+SEEING_VIDEOS = "the models of Qwen-VL, Gemma 4 and SmolVLM"
+AROUND_FRAMES = {TIMED: QWEN, CLOCKED: GEMMA4, INTRODUCED: SMOLVLM}
 
 
 class ImageFormat:
@@ -79,7 +83,8 @@ class ImageFormat:
     vision, chat, options = config.model.vision, config.chat, config.input.images
     self.each, self.split, self.preprocess = tokens_per_image(vision), bool(vision.split), preprocess_of(config)
     self._tokenizer, self._between = tokenizer, {}
-    self.videos, self.video_token, self._tower = sampling_of(config), vision.video.token, vision.tower
+    self.videos, self.video_token = sampling_of(config), vision.video.token
+    self._tower, self._knows_videos = vision.tower, kind_of_videos(vision) is not None
     self.markers, self.prefix_end = (chat.image_marker, chat.video_marker), chat.prefix_end
     for key, value, allowed in (("input.images.on_error", options.on_error, ON_ERROR),
                                 ("chat.images_at", chat.images_at, IMAGES_AT)):
@@ -99,12 +104,13 @@ class ImageFormat:
     if self.split:
       self._check_split(chat, specials if tokenizer else SMOLVLM)
       around = (FAKE, FAKE)
-    timed = self.videos is not None and self.videos.kind == TIMED
-    if timed and tokenizer is not None and (missing := [token for token in QWEN if token not in specials]):
+    needed = () if self.videos is None or tokenizer is None else AROUND_FRAMES.get(self.videos.kind, ())
+    if missing := [token for token in needed if token not in specials]:
       raise ConfigError(f"model.vision.video.token: the tokenizer has no special token {missing[0]}, which stands "
-                        "around frames of a video. Use the tokenizer of a Qwen3-VL, or leave the key unset.")
+                        "around frames of a video. Use the model's own tokenizer, or leave the key unset.")
+    apart = self.videos is not None and self.videos.kind != TOGETHER
     in_rows = vision.tower == "pixtral" and all(token in specials for token in PIXTRAL)
-    self.between, self._in_rows = self.split or in_rows or timed, in_rows
+    self.between, self._in_rows = self.split or in_rows or apart, in_rows
     self.before, self.after = (own if given is None else given for own, given in zip(
         around, (chat.image_before, chat.image_after), strict=True))
     self.token: int | None = vision.image_token
@@ -185,10 +191,10 @@ class ImageFormat:
   def check_videos(self, where: str) -> Sampling:
     """What is done with the video there. Raises DataError: the model sees none."""
     if self.videos is None:
-      why = ("the tower sees images alone" if self._tower not in VIDEOS else
-             "model.vision.video.token is not set, the id of the token that holds the places of one")
+      why = ("model.vision.video.token is not set, the id of the token that holds the places of one"
+             if self._knows_videos else "it sees images alone")
       raise DataError(f"{where} is a video, which the model does not see (model.vision.tower is {self._tower!r}): "
-                      f"{why}. Videos are for {', '.join(VIDEOS)}. Give some of its frames as images, in their order.")
+                      f"{why}. Videos are for {SEEING_VIDEOS}. Give some of its frames as images, in their order.")
     return self.videos
 
   def _video(self, ref: ImageRef) -> EncodedImage:
@@ -196,14 +202,29 @@ class ImageFormat:
     return video._replace(tokens=len(self._run_of_video(video)))
 
   def _run_of_video(self, video: EncodedImage) -> np.ndarray:
-    """The ids of a video, int32 [n]: of its tiles; or of those of each place in time, behind a text that says when."""
-    held = np.full(math.prod(video.grid), self.video_token, np.int32)
-    if self.videos.kind == TOGETHER:
+    """The ids of a video, int32 [n]: of its tiles; or of those of each place in time, and of the texts between them, of
+    Qwen3-VL also before the first and behind the last."""
+    kind, held = self.videos.kind, np.full(self.each or math.prod(video.grid), self.video_token, np.int32)
+    if kind == TOGETHER:
       return np.tile(held, len(video.seconds))
-    begin, end = QWEN
-    texts = [f"{begin}<{second:.1f} seconds>{begin}" for second in video.seconds]
-    found = self._tokenizer.encode_rendered_batch([*texts, end])  # each behind a special token
-    return np.concatenate([part for ids in found[:-1] for part in (ids[1:], held, found[-1])]).astype(np.int32)
+    held = self._run((0, 0)) if self.split else held
+    texts = self._texts(video)
+    if kind != TIMED:  # which are of the text around it, see `around`
+      texts[0] = texts[-1] = ""
+    front = AROUND_FRAMES[kind][0]
+    first, *others = (ids[1:] for ids in self._tokenizer.encode_rendered_batch([front + text for text in texts]))
+    return np.concatenate([first, *(part for ids in others for part in (held, ids))]).astype(np.int32)
+
+  def _texts(self, video: EncodedImage) -> list[str]:
+    around = QWEN if self.videos.kind == TIMED else (self.before, self.after)
+    return video_texts.texts(self.videos.kind, video, *around)
+
+  def around(self, image: EncodedImage | None) -> tuple[str, str]:
+    """The texts before and behind an image, or a video; None: any image."""
+    if image is None or image.seconds is None or self.videos.kind in (TOGETHER, TIMED):
+      return self.before, self.after
+    texts = self._texts(image)
+    return texts[0], texts[-1]
 
   def in_order(self, text: str, refs: Sequence[ImageRef]) -> Sequence[ImageRef]:
     """The images and videos of a text in the order in which they stand in it. Raises: see `place`."""
@@ -317,8 +338,13 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
 def sampling_of(config: ConfigDict) -> Sampling | None:
   """Which frames of videos the config's model takes; None: it sees none."""
   vision = config.model.vision
-  v = vision.video
-  if v.token is None or vision.tower not in VIDEOS:
+  v, kind = vision.video, kind_of_videos(vision)
+  if v.token is None or kind is None:
     return None
-  return Sampling(VIDEOS[vision.tower], 2, vision.image_size, v.fps, v.num_frames, v.min_frames, v.max_frames,
-                  v.min_pixels, v.max_pixels, v.tokens_per_second)
+  return Sampling(kind, 2 if kind in (TOGETHER, TIMED) else 1, vision.image_size, v.fps, v.num_frames, v.min_frames,
+                  v.max_frames, v.min_pixels, v.max_pixels, v.tokens_per_second)
+
+
+def kind_of_videos(vision: ConfigDict) -> str | None:
+  """How videos stand in texts of the section `model.vision`; None: it sees none."""
+  return VIDEOS.get(vision.tower, VIDEOS.get(vision.projector))

@@ -8,6 +8,7 @@ from functools import cached_property
 from input_pipeline.chat.image_parts import IMAGE, IMAGE_KIND, KINDS, VIDEO_KIND, as_parts, parts_of
 from input_pipeline.chat.image_placeholders import ImageFormat
 from input_pipeline.chat.template import ChatTemplate, Rendered
+from input_pipeline.images.videos import INTRODUCED
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import DataError
 
@@ -44,7 +45,7 @@ class ImageTemplate:
       messages = [self._shaped(message) for message in messages]
     marks = {kind: mark for kind in dict.fromkeys(kinds) if (mark := self._markers[kind])}
     rendered = self._template.render_spans(messages, tools, documents, add_generation_prompt, continue_final_message,
-                                           (*inert_tokens, *marks.values()), **variables)
+                                           (*inert_tokens, *({*marks.values()} - {IMAGE})), **variables)
     if not kinds:
       return rendered
     found = [IMAGE] * rendered.text.count(IMAGE)
@@ -64,6 +65,9 @@ class ImageTemplate:
     """A message with its content as the template takes it."""
     content = message.get("content")
     if self._markers[IMAGE_KIND]:
+      if self._markers[VIDEO_KIND] == IMAGE and isinstance(content, list):
+        content = [{"type": "text", "text": IMAGE} if part.get("type") == VIDEO_KIND else part for part in content]
+        return {**message, "content": content}
       shown = not self._parts_only or not isinstance(content, str)
       return message if shown else {**message, "content": as_parts(content)}
     if not any(part.get("type") in KINDS for part in parts_of(message)):
@@ -73,8 +77,13 @@ class ImageTemplate:
 
   @cached_property
   def _markers(self) -> dict[str, str | None]:
-    """What the template writes for a part that is an image, and a video; None: it is given strings."""
-    return {kind: self._marker(kind, marker) for kind, marker in zip(KINDS, self._images.markers, strict=True)}
+    """What the template writes for a part that is an image, and a video; None: it is given strings. Where a video is a
+    text with images (SmolVLM), and the template passes over it, it is given as a text."""
+    found = {kind: self._marker(kind, marker) for kind, marker in zip(KINDS, self._images.markers, strict=True)}
+    sampling = self._images.videos
+    if found[IMAGE_KIND] and not found[VIDEO_KIND] and sampling is not None and sampling.kind == INTRODUCED:
+      found[VIDEO_KIND] = IMAGE
+    return found
 
   def _marker(self, kind: str, marker: str) -> str | None:
     text = {"type": "text", "text": "a"}

@@ -1,11 +1,13 @@
 """Texts as token ids, with weights that follow from the places of characters."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from input_pipeline.chat.image_parts import IMAGE
 from input_pipeline.chat.image_placeholders import IMAGE_ID, ImageFormat
+from input_pipeline.images.images import EncodedImage
 from input_pipeline.remarks import ACROSS, LITERAL, Remark
 from input_pipeline.tokenizer import special_tokens
 from input_pipeline.tokenizer.tokenizer import Placed, Tokenizer
@@ -67,10 +69,14 @@ class SegmentEncoder:
     self._literal = special_tokens.pattern(tuple(tokenizer.special_tokens))
     self._front = next(filter(self._stands_alone, tokenizer.special_tokens), "")
 
-  def encode(self, examples: list[list[Segment]]) -> list[Tokens]:
+  def encode(self, examples: list[list[Segment]], images: Sequence[Sequence[EncodedImage]] | None = None
+             ) -> list[Tokens]:
     """The tokens of each example, whose segments follow one another. An image is one IMAGE_ID, of weight 0, or of the
-    weight of its place where it is cut into squares: that of the texts between them."""
-    pieces = [[self._pieces(segment) for segment in segments] for segments in examples]
+    weight of its place where it is cut into squares: that of the texts between them. `images`: those of each example,
+    of which videos say what stands around them; others may follow."""
+    shown = [iter(own) for own in images or [()] * len(examples)]
+    pieces = [[self._pieces(segment, own) for segment in segments]
+              for segments, own in zip(examples, shown, strict=True)]
     placed = iter(self._tokenizer.encode_placed([(p.text, p.inert) for some in pieces for of in some for p in of]))
     results = []
     for segments, some in zip(examples, pieces, strict=True):
@@ -80,11 +86,11 @@ class SegmentEncoder:
                             tuple(remark for f in found for remark in f.remarks)))
     return results
 
-  def behind(self, token: str | None, segment: Segment) -> np.ndarray:
-    """Ids, int32 [n], of a text behind a special token; None: behind any. An image is one IMAGE_ID."""
+  def behind(self, token: str | None, segment: Segment, images: Sequence[EncodedImage] = ()) -> np.ndarray:
+    """Ids, int32 [n], of a text with these images behind a special token; None: behind any. See `encode`."""
     front = token if token is not None and self._stands_alone(token) else self._front
     at = len(front)
-    (found,) = self.encode([[Segment(front + segment.text, tuple(i + at for i in segment.inert))]])
+    (found,) = self.encode([[Segment(front + segment.text, tuple(i + at for i in segment.inert))]], [images])
     return found.ids[1:] if front else found.ids
 
   def ordinary(self, text: str, weight: float = 0.0) -> Segment:
@@ -100,14 +106,15 @@ class SegmentEncoder:
     one, two = self._tokenizer.encode_rendered_batch([token, token + " "])
     return len(one) == 1 and len(two) > 1
 
-  def _pieces(self, segment: Segment) -> list[_Piece]:
+  def _pieces(self, segment: Segment, images: Iterator[EncodedImage]) -> list[_Piece]:
     text, inert = segment.text, segment.inert
     if self._images is None or IMAGE not in text:
       return [_Piece(text, inert, "", 0, 0, len(text))]
     texts, start, pieces = text.split(IMAGE), 0, []
+    around = [self._images.around(next(images, None)) for _ in texts[1:]]
     for i, part in enumerate(texts):
-      front, head = (self._front, self._images.after) if i else ("", "")
-      tail = self._images.before if i + 1 < len(texts) else ""
+      front, head = (self._front, around[i - 1][1]) if i else ("", "")
+      tail = around[i][0] if i < len(around) else ""
       skip, stop = len(front) + len(head), start + len(part)
       here = tuple(at - start + skip for at in inert if start <= at < stop)
       pieces.append(_Piece(front + head + part + tail, here, front, skip, start, stop))

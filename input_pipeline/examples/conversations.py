@@ -114,7 +114,7 @@ class ChatEncoder:
         examples.append(segments)
         places.append((len(results), record.where, images))
         results.append(NOTHING_TO_TRAIN)
-    tokenized = self.tokenize(examples, [where for _, where, _ in places])
+    tokenized = self.tokenize(examples, [where for _, where, _ in places], [images for *_, images in places])
     for (place, _, images), (ids, weights, remarks) in zip(places, tokenized, strict=True):
       if len(weights) < 2 or weights[1:].any():
         ids, weights, seen = self.finish(ids, weights, images)
@@ -155,13 +155,14 @@ class ChatEncoder:
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
 
-  def tokenize(self, examples: list[list[Segment]], wheres: list[str]) -> list[Tokens]:
-    """The tokens of each example, which `wheres` name in messages.
+  def tokenize(self, examples: list[list[Segment]], wheres: list[str], images: Sequence[Sequence[EncodedImage]]
+               ) -> list[Tokens]:
+    """The tokens of each example, which `wheres` name in messages, with its images.
 
     Raises:
       DataError: BOS twice in one place.
     """
-    tokenized = self.segment_encoder.encode(examples)
+    tokenized = self.segment_encoder.encode(examples, images)
     for tokens, where in zip(tokenized, wheres, strict=True):
       self._check_bos(tokens.ids, where)
     return tokenized

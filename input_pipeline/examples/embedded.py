@@ -254,16 +254,22 @@ class TextTokens:
     if not texts:
       return []
     pieces = [self._conversation(text) if isinstance(text, Conversation) else self._around_head(text) for text in texts]
-    tokens = iter(self._encoder.encode([[segment] for some in pieces for segment in some]))
+    images = [self._load(text) for text in texts]
+    # All of a text's stand in one of its pieces.
+    shown = [[] if isinstance(own, str) else own for own, some in zip(images, pieces, strict=True) for _ in some]
+    tokens = iter(self._encoder.encode([[segment] for some in pieces for segment in some], shown))
     found: list[Embedded | str] = []
-    for text, some in zip(texts, pieces, strict=True):
+    for text, some, own in zip(texts, pieces, images, strict=True):
       ids = [next(tokens).ids for _ in some]
-      images: list[EncodedImage] | str = []
-      if text.images and self._images is not None:
-        refs = self._images.in_order(text.completion, text.images) if isinstance(text, Plain) else text.images
-        images = self._images.load(refs)
-      found.append(images if isinstance(images, str) else self._whole(text, ids, images))
+      found.append(own if isinstance(own, str) else self._whole(text, ids, own))
     return found
+
+  def _load(self, text: Plain | Conversation) -> list[EncodedImage] | str:
+    """A text's images as they stand in it; or why it is dropped."""
+    if not text.images or self._images is None:
+      return []
+    refs = self._images.in_order(text.completion, text.images) if isinstance(text, Plain) else text.images
+    return self._images.load(refs)
 
   def _conversation(self, talk: Conversation) -> list[Segment]:
     if self._template is None:

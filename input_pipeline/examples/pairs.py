@@ -54,7 +54,7 @@ class SidesEncoder:
   def _encode_sides(self, sides: list[tuple[Side, str]], empty: bool = False) -> list[Encoded | str]:
     """The ids and weights of sides, of which `where` says whose they are; or why one is dropped. `empty`: completions
     may say nothing."""
-    examples, wheres, images = [], [], []
+    examples, wheres, images, shown = [], [], [], []
     results: list[Encoded | str] = []
     for side, where in sides:
       images.append(self._chat.load(side.row.images))
@@ -70,7 +70,8 @@ class SidesEncoder:
         raise DataError(f"{where}: no token of it is trained. Remove the row.")
       examples.append(found[0])
       wheres.append(where)
-    tokenized = zip(self._chat.tokenize(examples, wheres), wheres, strict=True)
+      shown.append(images[-1])
+    tokenized = zip(self._chat.tokenize(examples, wheres, shown), wheres, strict=True)
     for i, (dropped, loaded) in enumerate(zip(results, images, strict=True)):
       if dropped:
         continue

@@ -240,13 +240,13 @@ class Prompter:
     return refs
 
   def _prompt(self, segments: list[Segment], text: str, refs: Sequence[ImageRef], where: str) -> Prompt:
-    ((ids, weights, remarks),) = self._encoder.tokenize([segments], [where])
+    loaded = self._images.read(refs) if refs else []
+    ((ids, weights, remarks),) = self._encoder.tokenize([segments], [where], [loaded])
     if not len(ids):
       raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
     prompt = Prompt(ids, text, where=where, segments=tuple(segments), remarks=remarks)
     if not refs:
       return prompt
-    loaded = self._images.read(refs)
     ids, _, places = self._images.finish(ids, weights, loaded)
     shown = Images(loaded, self._images.preprocess)
     return prompt._replace(ids=ids, text=self._shown(text, loaded), images=shown, image_places=places)
@@ -266,9 +266,10 @@ class Prompter:
     last, start = prompt.segments[-1], len(prompt.segments[-1].text)
     inert = (*last.inert, *(start + at for at in self._segments.literals(answer)))
     whole = Segment(last.text + answer, inert, ((start, start + len(answer), 1.0),))
-    ((ids, weights, _),) = self._segments.encode([[*prompt.segments[:-1], whole]])
+    images = getattr(prompt.images, "files", ())
+    ((ids, weights, _),) = self._segments.encode([[*prompt.segments[:-1], whole]], [images])
     if self._images is not None:
-      ids, weights, _ = self._images.finish(ids, weights, getattr(prompt.images, "files", ()))
+      ids, weights, _ = self._images.finish(ids, weights, images)
     return ids, int(np.argmax(weights > 0)) if weights.any() else len(ids)
 
   def ask(self, record: Record, prompt_key: str | None = None) -> Asked:
@@ -306,10 +307,10 @@ class Prompter:
     if self._images is None and any(not isinstance(message["content"], str) for message in added):
       raise DataError("what is added has parts, but the model sees no images (model.vision.tower is 'none').")
     shown, refs = self._attached(added, "what is added")
-    ids = self._segments.behind(*self._encoder.finder.behind(messages, answer, shown, tools, variables, ended))
+    loaded = self._images.read(refs) if refs else []
+    ids = self._segments.behind(*self._encoder.finder.behind(messages, answer, shown, tools, variables, ended), loaded)
     if not refs:
       return ids, ()
-    loaded = self._images.read(refs)
     return self._images.finish(ids, np.zeros(len(ids), np.float32), loaded)[0], Images(loaded, self._images.preprocess)
 
   @property

@@ -53,7 +53,7 @@ class EncodedImage(NamedTuple):
   and columns of tiles or squares; (0, 0): it is one; and how many of these there are, that with all of it, too.
 
   Of a video, `data` are those of video_file.py, rows and columns those of a frame, and `seconds` when those of each
-  tile are seen; None: it is an image.
+  tile are seen, None: it is an image; `length`: whole seconds that all of it lasts.
   """
 
   data: bytes
@@ -62,6 +62,7 @@ class EncodedImage(NamedTuple):
   grid: tuple[int, int] = (0, 0)
   squares: int = 1
   seconds: tuple[float, ...] | None = None
+  length: int = 0
 
 
 class Preprocess(NamedTuple):

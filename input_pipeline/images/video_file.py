@@ -36,7 +36,8 @@ class Video:
 Shown = np.ndarray | Video
 
 
-def packed(frames: np.ndarray, each: int, times: Sequence[int] | None, seconds: Sequence[float]) -> bytes:
+def packed(frames: np.ndarray, each: int, times: Sequence[int] | None, seconds: Sequence[float], length: int = 0
+           ) -> bytes:
   """The contents of a video.
 
   Args:
@@ -44,8 +45,10 @@ def packed(frames: np.ndarray, each: int, times: Sequence[int] | None, seconds: 
     each: F.
     times: see `Video`.
     seconds: when each place in time is seen.
+    length: whole seconds that the video lasts.
   """
-  told = json.dumps(dict(each=each, times=None if times is None else list(times), seconds=list(seconds))).encode()
+  told = json.dumps(dict(each=each, times=None if times is None else list(times), seconds=list(seconds),
+                         length=length)).encode()
   strip = io.BytesIO()
   Image.fromarray(frames.reshape(-1, *frames.shape[2:])).save(strip, "PNG", compress_level=1)
   return MAGIC + len(told).to_bytes(4, "little") + told + strip.getvalue()
@@ -57,7 +60,7 @@ def is_video(data: bytes) -> bool:
 
 
 def told(data: bytes) -> tuple[dict, bytes]:
-  """(`each`, `times` and `seconds` of contents, their PNG)."""
+  """(`each`, `times`, `seconds` and `length` of contents, their PNG)."""
   at = len(MAGIC) + 4
   end = at + int.from_bytes(data[len(MAGIC):at], "little")
   return json.loads(data[at:end]), data[end:]

@@ -23,17 +23,20 @@ from input_pipeline.files import shown_names
 from input_pipeline.images import video_file
 from input_pipeline.images.formats import AVIF, FORMATS, ImageError, begins_as_image, decoded, opened
 from input_pipeline.images.images import KEYS, EncodedImage, ImageRef, content_of
-from input_pipeline.images.tiles import video_size
+from input_pipeline.images.tiles import fitted_size, longest_size, video_size
 from trainer.errors import DataError
 
-# How frames stand in a text: all of a video together; or those of a place in time, each behind a text with its time.
-TOGETHER, TIMED = "together", "timed"
+# How frames stand in a text: all of a video together; or those of a place in time, each behind a text with its time: in
+# seconds, or in minutes and seconds (Gemma 4), or so behind a text that tells how many there are (SmolVLM).
+TOGETHER, TIMED, CLOCKED, INTRODUCED = "together", "timed", "clocked", "introduced"
 # Keys of an object that is a video, beside those of an image's.
 VIDEO_KEYS = ("video", "video_url", "frames", *KEYS)
 # Frames a second of a video that does not say it, as transformers assumes.
 FPS = 24.0
 # How many there may be.
 RATES = (1e-3, 1e5)
+# Seconds, fewer than which a video lasts.
+LONGEST = 1e9
 # Of all frames of a video, as they are kept.
 MOST_PIXELS = 1 << 27
 # How files of videos begin, or go on behind four bytes, and what FFmpeg calls them.
@@ -44,7 +47,7 @@ CONTAINERS = ((0, b"\x1aE\xdf\xa3", "matroska"), (4, b"ftyp", "mp4"), (4, b"moov
 class Sampling(NamedTuple):
   """Which frames of a video are taken, and what becomes of them; see the keys of `model.vision.video`.
 
-  kind: TOGETHER or TIMED. each: F. size: pixels of a tile's side.
+  kind: TOGETHER, TIMED, CLOCKED or INTRODUCED. each: F. size: pixels of a tile's side.
   """
 
   kind: str
@@ -71,33 +74,62 @@ class Sampling(NamedTuple):
     if self.num_frames is None and fps is None:
       raise ValueError(f"says nothing of how many frames a second it has, of which model.vision.video.fps={self.fps:g} "
                        "are taken. Say it: {'frames': […], 'fps': 25}; or take all: model.vision.video.fps=None")
-    if self.kind == TIMED:
-      number = self.num_frames
-      if number is None:
-        number = min(max(int(count / fps * self.fps), self.min_frames), self.max_frames, count)
-      if number > count:
-        raise ValueError(f"has {count} frames, fewer than model.vision.video.num_frames={number}")
-      return np.linspace(0, count - 1, number).round().astype(int)
-    if self.num_frames is not None:
-      number = round(self.num_frames / self.each) * self.each
-    else:
+    if self.kind == INTRODUCED:
+      return self._evenly(count, fps)
+    number = self.num_frames
+    if self.kind == TOGETHER and number is not None:
+      number = round(number / self.each) * self.each
+    elif self.kind == TOGETHER:
       most = math.floor(min(self.max_frames, count) / self.each) * self.each
       number = math.floor(min(max(count / fps * self.fps, self.min_frames), most, count) / self.each) * self.each
+    elif number is None:
+      number = max(int(count / fps * self.fps), self.min_frames)
+      number = min(number, self.max_frames, count) if self.kind == TIMED else number
     if not 0 < number <= count:
       raise ValueError(f"has {count} frames, fewer than the {number or self.each} that model.vision.video asks for "
                        f"(fps={self.fps}, num_frames={self.num_frames})")
+    if self.kind == TIMED:
+      return np.linspace(0, count - 1, number).round().astype(int)
+    if self.kind == CLOCKED:
+      return np.arange(number) * count // number
     return np.array([int(np.float32(i * (count / number))) for i in range(number)])
+
+  def _evenly(self, count: int, fps: float) -> np.ndarray:
+    """As the video processor of SmolVLM takes them: of a video with more seconds than it has frames and two, those of
+    the first and the last second are not."""
+    seconds, first, last = count / fps, 0, count - 1
+    if seconds - 2 > self.max_frames * self.fps:
+      first, last = int(fps), min(int(count - fps), last)
+    if first >= last:
+      first, last = 0, count - 1
+    number = max(1, min(round(self.fps * seconds), self.max_frames))
+    return np.unique(np.linspace(first, last, number, dtype=int))
 
   def frame_size(self, frames: int, width: int, height: int) -> tuple[int, int]:
     """Width and height of each of so many frames. Raises ValueError: see `video_size`."""
+    if self.kind == CLOCKED:
+      return fitted_size(width, height, self.size, self.max_pixels)
+    if self.kind == INTRODUCED:
+      return self.size, self.size
     counted = frames if self.kind == TIMED else None
     return video_size(counted, width, height, self.size, self.min_pixels, self.max_pixels)
+
+  def resized(self, frame: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """A frame in that size, uint8 [H, W, 3]; of SmolVLM its longer side is brought to max_pixels ** 0.5 before."""
+    sizes, resample = [size], Image.Resampling.BICUBIC
+    if self.kind == INTRODUCED:
+      sizes = [longest_size(*frame.size, math.isqrt(self.max_pixels)), size]
+      resample = Image.Resampling.LANCZOS
+    # Across first, as torchvision does it, which rounds 1 value of 200 otherwise, by 1. Pillow would choose.
+    for width, height in sizes:
+      frame = frame.resize((width, frame.height), resample).resize((width, height), resample)
+    return np.asarray(frame, np.uint8)
 
   def times(self, taken: np.ndarray, count: int, fps: float | None) -> tuple[list[int] | None, list[float]]:
     """(`Video.times`, when each place in time is seen, in seconds) of the frames that are taken of so many. Where
     nothing says how many are a second, 24 are: of all frames in Qwen3-VL, of those that are taken in the others."""
     places = -(-len(taken) // self.each)
-    if self.kind == TIMED:
+    if self.kind != TOGETHER:
       whole = [*taken.tolist(), *[int(taken[-1])] * (places * self.each - len(taken))]
       at = [index / (fps or FPS) for index in whole]
       return None, [(at[i] + at[i + self.each - 1]) / 2 for i in range(0, len(at), self.each)]
@@ -147,13 +179,12 @@ def read(ref: ImageRef, how: Sampling, max_pixels: int) -> EncodedImage:
     if frame.size != stored:
       raise ImageError(f"{ref.where}: frame {index} has {frame.width} × {frame.height} pixels, and those before it "
                        f"{stored[0]} × {stored[1]}. Give all frames of a video one size.")
-    # Across first, as torchvision does it, which rounds 1 value of 200 otherwise, by 1. Pillow would choose.
-    across = frame.resize((size[0], frame.height), Image.Resampling.BICUBIC)
-    kept.append(np.asarray(across.resize(size, Image.Resampling.BICUBIC), np.uint8))
+    kept.append(how.resized(frame, size))
   times, seconds = how.times(taken, frames.total, frames.fps)
   kept += [kept[-1]] * (len(seconds) * how.each - len(kept))
-  data = video_file.packed(np.stack(kept), how.each, times, seconds)
-  return _measured(data, frames.files, size, how, seconds)
+  length = int(seconds[-1] if frames.fps is None else frames.total / frames.fps)
+  data = video_file.packed(np.stack(kept), how.each, times, seconds, length)
+  return _measured(data, frames.files, size, how, seconds)._replace(length=length)
 
 
 def _measured(data: bytes, files: tuple[Path, ...], size: tuple[int, int], how: Sampling, seconds: Sequence[float]
@@ -168,13 +199,15 @@ def _again(ref: ImageRef, how: Sampling) -> EncodedImage:
   try:
     video, says = video_file.unpacked(ref.value), video_file.told(ref.value)[0]
     T, height, width, channels = video.pixels.shape
+    seconds, length = [float(second) for second in says["seconds"]], int(says.get("length", 0))
     sound = channels == 3 * how.each and not (height % how.size or width % how.size) and (
-        video.times is None if how.kind == TIMED else len(video.times) == T)
+        len(video.times) == T if how.kind == TOGETHER else video.times is None) and all(
+            0 <= second < LONGEST for second in (length, *seconds))
   except Exception as e:  # whatever is in them, a row may have it
     raise ImageError(f"{ref.where}: contents of a video that are damaged: {e}. Give the video itself.") from e
   if not sound:
     raise ImageError(f"{ref.where}: contents of a video of another model. Give the video itself.")
-  return _measured(ref.value, (), (width, height), how, [float(second) for second in says["seconds"]])
+  return _measured(ref.value, (), (width, height), how, seconds)._replace(length=length)
 
 
 def _size(ref: ImageRef, how: Sampling, frames: int, width: int, height: int) -> tuple[int, int]:

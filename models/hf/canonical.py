@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.activations import GATED
+from models.hf import videos
 from models.hf.rope import scaling_keys
 from models.spec import MIXERS, RECURRENT, TOKENWISE
 from models.spec_mtp import model_layer
-from models.spec_video import SAMPLING
+from models.spec_video import CLOCKED, INTRODUCED, SAMPLING, kind_of
 from models.spec_vision import NATIVE
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -245,6 +246,9 @@ def _canonical_vision(m: dict[str, Any]) -> None:
   if m["vision.attention"] == "local_image" and m["window"] is None:  # no layer is local
     m["vision.attention"] = "causal"
   m.update({key: NEUTRAL[key] for key in PIXELS})
+  if m["vision.video.token"] is not None and kind_of(m["vision.tower"], m["vision.projector"]) in (CLOCKED, INTRODUCED):
+    found = videos.assumed(m)
+    m.update({f"vision.video.{key}": found[key] for key in SAMPLING})
   if m["vision.tower"] == "gemma4":  # what its image processor assumes
     m["vision.max_pixels"] = 280 * m["vision.image_size"] ** 2
   if m["vision.tower"] == "pixtral":  # as published

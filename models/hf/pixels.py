@@ -11,7 +11,8 @@ from typing import Any
 
 from models.hf import files
 from models.hf.source import Source
-from models.spec_vision import MAX_PIXELS, MIN_PIXELS, MOST_TOKENS, PIXELS
+from models.spec_video import MOST_SIDE, MOST_TOKENS
+from models.spec_vision import MAX_PIXELS, MIN_PIXELS, PIXELS
 
 # {our key: (its name in `size`, what the image processor assumes)}
 _PIXELS = {"min_pixels": ("shortest_edge", MIN_PIXELS), "max_pixels": ("longest_edge", MAX_PIXELS)}
@@ -35,7 +36,7 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   if source is None:
     return {}
   if keys["vision.tower"] == "gemma4":
-    return _gemma4(source, keys)
+    return {"vision.max_pixels": gemma4(source, keys)}
   for key in ("do_rescale", "do_normalize"):
     if not source.get(key, bool, True, True):
       raise source.error(key, "true: pixels are divided by 255 and normalised")
@@ -55,8 +56,15 @@ def check_factor(source: Source) -> None:
     raise source.error("rescale_factor", "1/255")
 
 
-def _gemma4(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
-  """As many pixels as its most tokens have; pixels are from 0 to 1, of which the tower makes -1 to 1."""
+def check_square(source: Source, side: int) -> None:
+  """Raises HFError unless squares (of SmolVLM) have the side that config.json says."""
+  if source.inside("max_image_size", source.get("max_image_size", dict, {}, {})).get("longest_edge", int, 364) != side:
+    raise source.error("max_image_size", f"{{'longest_edge': {side}}}, as config.json says")
+
+
+def gemma4(source: Source, keys: Mapping[str, Any], tokens: int = 280) -> int:
+  """As many pixels as its most tokens have, `tokens` where it says nothing; pixels are from 0 to 1, of which the tower
+  makes -1 to 1. Raises: see `read`."""
   for key, value in (("do_rescale", True), ("do_normalize", False)):
     if source.get(key, bool, value, value) != value and (key == "do_rescale" or any(
         source.get(name, object, [own] * 3) != [own] * 3 for name, own in (("image_mean", 0.0), ("image_std", 1.0)))):
@@ -66,9 +74,9 @@ def _gemma4(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
   for key, value in (("patch_size", patch), ("pooling_kernel_size", side // patch)):
     if source.get(key, int, value, value) != value:
       raise source.error(key, f"{value}, as config.json says")
-  if (most := source.get("max_soft_tokens", int, 280, 280)) not in MOST_TOKENS:
+  if (most := source.get("max_soft_tokens", int, tokens, tokens)) not in MOST_TOKENS:
     raise source.error("max_soft_tokens", ", ".join(map(str, MOST_TOKENS)))
-  return {"vision.max_pixels": most * side**2}
+  return most * side**2
 
 
 def _longest(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,12 +85,10 @@ def _longest(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
     return _limit(source, keys)
   if keys["vision.projector"] != "shuffle":
     return {}
-  side, most = (source.inside(key, source.get(key, dict, {}, {})).get("longest_edge", int, default, default)
-                for key, default in (("size", 4 * 364), ("max_image_size", 364)))
-  if most != keys["vision.image_size"]:
-    raise source.error("max_image_size", f"{{'longest_edge': {keys['vision.image_size']}}}, as config.json says")
-  if not 1 <= side <= 4096:
-    raise source.error("size", "a longest_edge of 1 to 4096, beyond which the image processor has another")
+  check_square(source, keys["vision.image_size"])
+  side = source.inside("size", source.get("size", dict, {}, {})).get("longest_edge", int, 4 * 364, 4 * 364)
+  if not 1 <= side <= MOST_SIDE:
+    raise source.error("size", f"a longest_edge of 1 to {MOST_SIDE}, beyond which the image processor has another")
   return {"vision.longest_side": side, "vision.split": source.get("do_image_splitting", bool, True, True)}
 
 

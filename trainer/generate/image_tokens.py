@@ -143,16 +143,17 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[Shown], pre
   given = len(images)
   apart = _apart(layout, images, where)
   grid, squares = None, [image for image in apart if isinstance(image, np.ndarray)]
+  kinds: list[int | None] = []
   if layout.tiles:
     cut: list[tuple[np.ndarray, np.ndarray]] = []
     for image in apart:
       cut.append(tiles.cut(image, layout.image_size, 1 + (cut[-1][1][-1, 0] if cut else 0)))
+      kinds += [layout.video_token if isinstance(image, Video) else layout.image_token] * len(cut[-1][0])
     squares = [tile for some, _ in cut for tile in some]
     grid = np.concatenate([np.zeros((0, 6), np.int32), *(grid for _, grid in cut)])
   own = np.arange(len(ids)) >= prefix if sampled is None else sampled
   is_image = np.isin(np.asarray(ids), layout.held) & ~own
   found, wanted = int(is_image.sum()), len(squares) * layout.tokens_per_image
-  kinds = [layout.video_token if square.shape[-1] > 3 else layout.image_token for square in squares]
   if found == wanted and layout.tiles and (odd := np.flatnonzero(np.asarray(ids)[is_image] != kinds)).size:
     raise ConfigError(f"{where}: the id of an image, {layout.image_token}, and that of a video, {layout.video_token}, "
                       f"are not in the order of its images and videos: its tile {odd[0]} is of the other. Make the "

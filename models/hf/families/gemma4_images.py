@@ -7,7 +7,7 @@ Published folders of E2B and E4B hold a tower for sound, too, which is passed ov
 from dataclasses import replace
 
 from models.hf.families.gemma4 import GEMMA4
-from models.hf.families.qwen2_vl import Positions
+from models.hf.families.qwen2_vl import Positions, Videos
 from models.hf.family import Tensor
 from models.hf.images import Tower, Wrapper
 from models.hf.keys import GATED, Activation, Key, Must, Rule
@@ -111,11 +111,11 @@ GEMMA4_IMAGES = Wrapper(
     texts=(replace(GEMMA4, model_types=("gemma4_text",), architectures=("gemma4 has images",), classifier=None,
                    prefixes=("model.language_model.",), ignored=(r"rotary_emb\.", SOUND)),),
     towers=(TOWER,),
-    keys=(Key("image_token_id", "vision.image_token", default=258880), ReadPadding(), Sound()),
+    keys=(Key("image_token_id", "vision.image_token", default=258880), Videos(258884), ReadPadding(), Sound()),
     table=(Tensor("embedding_projection.weight", "projector/linear/kernel", transpose=True),),
     fixed={"vision.projector": "mean"},
     both_ways={None: "causal", "vision": "local_image"},
-    # Tokens around images and in the places of sound and videos; how many tokens the processor makes of an image.
-    inert=GEMMA4.inert - {"audio_config"} | {"video_token_id", "vision_soft_tokens_per_image", "eoa_token_id"},
+    # Tokens around images and in the places of sound; how many tokens the processor makes of an image.
+    inert=GEMMA4.inert - {"audio_config"} | {"vision_soft_tokens_per_image", "eoa_token_id"},
     names=((("model.language_model.", ""),), ("model.vision_tower.",), ("model.embed_vision.",)),
 )

@@ -93,11 +93,15 @@ class Squares(Rule):
     return {"patch_size": patch, "spatial_merge_size": model["vision.image_size"] // patch}
 
 
+@dataclass(frozen=True)
 class Videos(Rule):
-  """The token that holds the place of a video's feature; a folder without one is of a model that sees none."""
+  """The token that holds the place of a video's feature, which the class assumes to be `default`; of a folder without
+  one, None, the model sees none."""
+
+  default: int | None = None
 
   def read(self, source, model):
-    return {"vision.video.token": source.get("video_token_id", int, None, None)}
+    return {"vision.video.token": source.get("video_token_id", int, self.default, None)}
 
   def write(self, model):
     token = model["vision.video.token"]

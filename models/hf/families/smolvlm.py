@@ -45,18 +45,25 @@ class Scale(Rule):
     return {"scale_factor": side // math.isqrt(model["vision.tokens_per_image"])}
 
 
-def _family(name: str, architecture: str) -> Wrapper:
+class Frames(Rule):
+  """A video's frames are images (in the processor of SmolVLM, not in Idefics3's)."""
+
+  def read(self, source, model):
+    return {"vision.video.token": model["vision.image_token"]}
+
+
+def _family(name: str, architecture: str, *more: Rule) -> Wrapper:
   tower = Tower("siglip", (f"{name}_vision", name),
                 (*sizes(1152, 3072, 12, 16, 32, 1e-6, "gelu_pytorch_tanh"), Places()), TABLE)
   return Wrapper(
       name=name, model_types=(name,), architectures=(architecture,),
       texts=(replace(LLAMA, inert=LLAMA.inert | _OF_TEXT),), towers=(tower,),
-      keys=(Key("image_token_id", "vision.image_token", default=128257), Scale()),
+      keys=(Key("image_token_id", "vision.image_token", default=128257), Scale(), *more),
       table=(Tensor("modality_projection.proj.weight", "projector/linear/kernel", transpose=True),),
       fixed={"vision.projector": "shuffle", "vision.attention": "causal"}, tied=False,
       inert=frozenset({"use_reentrant_checkpointing"}),
       names=((("model.text_model.", ""),), ("model.vision_model.",), ("model.connector.",)))
 
 
-SMOLVLM = _family("smolvlm", "SmolVLMForConditionalGeneration")
+SMOLVLM = _family("smolvlm", "SmolVLMForConditionalGeneration", Frames())
 IDEFICS3 = _family("idefics3", "Idefics3ForConditionalGeneration")

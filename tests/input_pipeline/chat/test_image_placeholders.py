@@ -171,7 +171,7 @@ def test_what_a_user_typed_is_no_image(tokenizer, tmp_path):
     ({"messages": [{"role": "user", "content": [{"type": "video"}]}, SAID]},
      r"content\[0\] is a video, which the model does not see \(model.vision.tower is 'siglip'\).*Give some of its"),
     ({"prompt": "a", "completion": "b", "videos": ["a.mp4"]},
-     r"videos\[0\] is a video.*Videos are for qwen2_vl, qwen2_5_vl, qwen3_vl"),
+     r"videos\[0\] is a video.*Videos are for the models of Qwen-VL, Gemma 4 and SmolVLM"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "path": "no.png"}]}, SAID]},
      r"messages\[0\].content\[0\]: '.*no.png' cannot be read"),
     ({"input_ids": [1, 2], "image": RED}, "has tokens .* and images"),

@@ -148,6 +148,11 @@ def test_contents_are_read_again_as_they_were_read():
   for data in (video.data[:-40], video.data[:20], video_file.MAGIC, video.data.replace(b"seconds", b"minutes")):
     with pytest.raises(ImageError, match="contents of a video that are damaged"):
       read(data)
+  head, body = video_file.told(video.data)
+  for entries in (dict(length=-1), dict(seconds=[float("nan")] * len(head["seconds"]))):
+    told = json.dumps(head | entries).encode()
+    with pytest.raises(ImageError, match="contents of a video of another model"):
+      read(video_file.MAGIC + len(told).to_bytes(4, "little") + told + body)
   with pytest.raises(ImageError, match="contents of a video of another model"):
     read(video.data, sampling("qwen3_vl", {}))
 
