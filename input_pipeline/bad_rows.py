@@ -36,7 +36,6 @@ class BadRows:
   """The bad rows of a pass over a source.
 
   Args:
-    source: its name.
     policy: what becomes of them.
 
   Attributes:

@@ -59,8 +59,6 @@ def empty_batch(num_rows: int, seq_len: int, pad_id: int, arrays: Arrays = Array
   Args:
     num_rows: B.
     seq_len: T.
-    pad_id: the token.
-    arrays: which there are.
   """
   shape = (num_rows, seq_len)
   batch = {

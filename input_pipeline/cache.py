@@ -129,11 +129,8 @@ def tokenize_source(
   Several processes may do this at once: each builds under its own name, and the first to finish is kept.
 
   Args:
-    source: what to tokenise.
     encoder: makes documents of its records.
     vocab_size: the tokenizer's; all ids are below it.
-    cache_dir: folder of the caches.
-    progress: show a bar while building.
     policy: what becomes of bad rows. A cache is the same whatever it is: of one that was built without its bad rows
       these are known, and stop another run that does not drop them.
 

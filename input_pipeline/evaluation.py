@@ -32,14 +32,11 @@ def make_eval_data(
 
   Args:
     config: the whole config; the sources' weights play no part.
-    tokenizer: the training run's.
     learns: what the strategy learns from (`trainer.strategies.learns`), one of `kinds.KINDS`.
-    workdir: the run's, for the token caches.
     sources: name -> config, in place of `input.sources`.
     split: in place of the sources' own; None keeps theirs.
     max_documents: a limit for each source, besides its own.
     share_prompts: see `Units`.
-    progress: show a bar while tokenising.
 
   Raises:
     ConfigError, DataError, OSError: see `open_source`, `tokenize_source`, `pack`.

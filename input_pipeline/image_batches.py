@@ -58,7 +58,6 @@ class RowImages:
   """Writes images into batches, and which tokens are theirs.
 
   Args:
-    config: the whole config.
     augment: change images as `input.images.augment` has it, in each epoch differently.
     embedded: texts are embedded: with the attention `prefix` all tokens of one see one another, and images are named,
       so that equal ones are known.
@@ -104,7 +103,6 @@ class RowImages:
       batch: has the arrays of `ImageLayout.empty`.
       where, source, pieces: as given to it.
       flat: places that it gave.
-      epoch: of the source.
     """
     sizes_P = pieces.end - pieces.begin
     if source.images is not None:

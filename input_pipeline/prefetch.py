@@ -18,7 +18,6 @@ class Prefetcher(Iterator[Any]):
     start: first step.
     stop: step after the last; None: endless.
     depth: results kept ready.
-    workers: threads.
     closed: called when it was closed.
   """
 

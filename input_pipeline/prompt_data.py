@@ -78,11 +78,6 @@ class PromptSource(NamedTuple):
 def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = False) -> "PromptData":
   """The prompts of `input.sources`, each short enough for `rollout.max_new_tokens` to follow it in `seq_len`.
 
-  Args:
-    config: the whole config.
-    tokenizer: what encodes.
-    progress: show a bar while tokenising.
-
   Raises:
     ConfigError: no sources, bad weights, or options that prompts do not have.
     DataError: a record without a prompt, a source without one, or too many that are too long.

@@ -75,7 +75,6 @@ class ReferenceLogprobs:
   Args:
     packed: the sources; their documents have parts.
     seq_len: places in a row.
-    pad_id: token of padding.
     arrays: which its batches have.
     fingerprint: all that decides the values: the reference's parameters and how they are computed with.
     cache_dir: where the token caches are.

@@ -32,7 +32,6 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   shared out among its tokens.
 
   Args:
-    spec: of the model.
     vocab_size: entries of its unembedding.
     params: {path: shape} of its parameters, of quantised kernels as they were.
     trained_only: a regex of the parameters that alone are trained (adapters); None: all are.

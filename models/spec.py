@@ -1,13 +1,14 @@
 """The Transformer's shape: the config's `model` section checked, its gaps filled, as a frozen dataclass."""
 
 import dataclasses
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from models import activations, layers
 from models.attention import dispatch as attention
-from models.attention.rope import Rope
-from models.spec_checks import TOKENWISE, at_least_one, cap, check_branches, one_of
+from models.attention.rope import Rope, RopeScaling
+from models.spec_checks import TOKENWISE, as_they_are, at_least_one, cap, check_branches, names, one_of
 from models.spec_head import Head, make_head
 from models.spec_mtp import make_mtp_layers
 from models.spec_parts import (
@@ -33,36 +34,6 @@ from models.spec_streams import AltUp, make_activation_sparsity, make_altup, mak
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError
 
-# The keys of the config's `model` section that say what function is computed; a checkpoint's config.json has them.
-ARCHITECTURE_KEYS = (
-    "vocab_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-    "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position",
-    "parallel_blocks", "activation",
-    "positions", "max_positions", "rope_theta", "rope_local_theta", "rope_fraction",
-    "rope_interleaved", "rope_sections", "rope_sections_interleaved",
-    *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
-                                        "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
-                                        "attention_factor", "short_factors", "long_factors")),
-    "tie_embeddings", "head", "num_labels", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
-    "layer_scale", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over", "value_norm",
-    "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
-    "final_logit_cap", "window", "attention_chunk", "layer_pattern",
-    "nope_temperature.scale", "nope_temperature.floor", "query_temperature.scale", "query_temperature.floor",
-    "kv_shared_layers", "double_wide_mlp", "per_layer_size",
-    "per_layer_vocab", "altup.num_inputs", "altup.coef_clip", "laurel_rank", "activation_sparsity",
-    "mtp_layers",
-    *(f"global_attention.{key}" for key in ("head_dim", "num_kv_heads", "values_are_keys", "rope_fraction")),
-    *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
-    *(f"mamba.{key}" for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "conv_bias",
-                                "min_step")),
-    *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim", "index_topk",
-                                  "index_heads", "index_head_dim", "index_rope_interleaved", "index_shared_layers")),
-    *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
-                               "beside_mlp", "router_norm", "expert_scale", "router_bias", "softmax", "scores",
-                               "normalize_weights", "weight_scale", "weights_on_input", "choice_bias", "groups",
-                               "groups_used", "dense_layers", "layer_step")),
-    *VISION_KEYS,
-)
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
 # Types of layers that have a state in the place of keys and values: their mixers have the same names.
@@ -281,6 +252,23 @@ class Spec:
     return self.delta if kind == "delta" else self.mamba if kind == "mamba" else None
 
 
+# Sections of `model` beside `vision`, and what of all this says how the model is trained, or is computed, alone.
+_SECTIONS = {"rope_scaling": RopeScaling, "nope_temperature": Temperature, "query_temperature": Temperature,
+             "altup": AltUp, "global_attention": GlobalAttention, "delta": Delta, "mamba": Mamba, "latent": Latent,
+             "moe": Moe}
+_OF_TRAINING = {"ropes", "lora", "vision", "neftune_alpha", "dropout", "init_std", "scan_layers", "attention",
+                "attention_block", "vocab_chunk", "reasons", "delta.chunk", "mamba.chunk", "moe.choice_bias_rate",
+                "moe.balance_loss", "moe.z_loss"}
+# The keys of the config's `model` section that say what function is computed; a checkpoint's config.json has them.
+ARCHITECTURE_KEYS = (
+    "vocab_size", "num_labels", "rope_theta", "rope_local_theta", "rope_fraction", "rope_sections",
+    "rope_sections_interleaved",
+    *(key for key in (*names(Spec), *(f"{section}.{key}" for section, its in _SECTIONS.items() for key in names(its)))
+      if key not in _OF_TRAINING and key not in _SECTIONS),
+    *VISION_KEYS,
+)
+
+
 def make_spec(m: ConfigDict) -> Spec:
   """Reads and checks the config's `model` section; raises ConfigError."""
   reasons: list[str] = []
@@ -315,8 +303,7 @@ def make_spec(m: ConfigDict) -> Spec:
                         f"{of_global.head_dim}) are of another size than the others ({head_dim}). Set it, for all.")
     attention_scale = head_dim**-0.5
     reasons.append(f"model.attention_scale = {attention_scale:.4g}: head_dim ** -0.5")
-  max_positions = m.max_positions
-  if one_of("positions", m.positions, POSITIONS) == "learned" and max_positions is None:
+  if one_of("positions", m.positions, POSITIONS) == "learned" and m.max_positions is None:
     raise ConfigError(
         "model.positions is 'learned', which needs model.max_positions: the longest row, e.g. the value of "
         "seq_len."
@@ -329,42 +316,17 @@ def make_spec(m: ConfigDict) -> Spec:
     raise ConfigError(f"model.neftune_alpha: found {m.neftune_alpha}, allowed: 0 or more.")
   if not 0.0 <= m.dropout < 1.0:
     raise ConfigError(f"model.dropout: found {m.dropout}, allowed: 0 <= dropout < 1.")
-  impl = one_of("attention", m.attention, attention.IMPLEMENTATIONS)
-  return Spec(
-      num_layers=m.num_layers,
-      hidden_size=m.hidden_size,
-      intermediate_size=m.intermediate_size,
-      num_heads=m.num_heads,
+  checked: dict[str, Any] = dict(
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
       norm=one_of("norm", m.norm, layers.NORMS),
-      norm_eps=m.norm_eps,
-      norm_scale_plus_one=m.norm_scale_plus_one,
-      norm_bias=m.norm_bias,
       norm_position=one_of("norm_position", m.norm_position, NORM_POSITIONS),
-      parallel_blocks=m.parallel_blocks,
       activation=one_of("activation", m.activation, activations.ACTIVATIONS),
-      positions=m.positions,
-      max_positions=max_positions,
       ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim, of_global),
-      rope_interleaved=m.rope_interleaved,
-      tie_embeddings=m.tie_embeddings,
       head=make_head(m),
-      scale_embeddings=m.scale_embeddings,
-      embedding_scale=m.embedding_scale,
-      residual_scale=m.residual_scale,
-      logit_scale=m.logit_scale,
-      layer_scale=m.layer_scale,
-      qkv_bias=m.qkv_bias,
-      attention_out_bias=m.attention_out_bias,
-      mlp_bias=m.mlp_bias,
-      qk_norm=m.qk_norm,
       qk_norm_over=one_of("qk_norm_over", m.qk_norm_over, QK_NORMS),
-      value_norm=m.value_norm,
       attention_scale=attention_scale,
       attention_logit_cap=cap("attention_logit_cap", m.attention_logit_cap),
-      attention_gate=m.attention_gate,
-      attention_sinks=m.attention_sinks,
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
       window=m.window if "local" in pattern else None,
       attention_chunk=m.attention_chunk if "chunked" in pattern else None,
@@ -373,11 +335,8 @@ def make_spec(m: ConfigDict) -> Spec:
       query_temperature=make_query_temperature(m),
       kv_shared_layers=make_kv_shared_layers(m, pattern),
       mtp_layers=make_mtp_layers(m, pattern),
-      double_wide_mlp=m.double_wide_mlp,
       per_layer_size=make_per_layer_size(m),
-      per_layer_vocab=m.per_layer_vocab,
       altup=make_altup(m),
-      laurel_rank=m.laurel_rank,
       activation_sparsity=make_activation_sparsity(m),
       global_attention=of_global,
       delta=make_delta(m, pattern),
@@ -386,12 +345,9 @@ def make_spec(m: ConfigDict) -> Spec:
       moe=make_moe(m, reasons),
       lora=make_lora(m.lora),
       vision=make_vision(m.vision, m.num_layers, reasons),
-      neftune_alpha=m.neftune_alpha,
-      dropout=m.dropout,
-      init_std=m.init_std,
-      scan_layers=m.scan_layers,
-      attention=impl,
+      attention=one_of("attention", m.attention, attention.IMPLEMENTATIONS),
       attention_block=at_least_one("attention_block", m.attention_block),
       vocab_chunk=VOCAB_CHUNK if m.vocab_chunk is None else at_least_one("vocab_chunk", m.vocab_chunk),
       reasons=tuple(reasons),
   )
+  return Spec(**as_they_are(Spec, m, but=checked), **checked)

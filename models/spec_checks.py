@@ -1,6 +1,9 @@
 """Checks of values of the config's `model` section; each returns the value, or raises ConfigError."""
 
+import dataclasses
 import difflib
+from collections.abc import Collection
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -8,6 +11,16 @@ from trainer.errors import ConfigError
 
 # Types of layers that mix no tokens; where there are some, each layer is one residual branch.
 TOKENWISE = ("mlp", "moe")
+
+
+def names(made: Any) -> tuple[str, ...]:
+  """Of a dataclass's fields, which are called as the keys of their section."""
+  return tuple(field.name for field in dataclasses.fields(made))
+
+
+def as_they_are(made: Any, section: ConfigDict, but: Collection[str] = ()) -> dict[str, Any]:
+  """{name: value in the section} of a dataclass's fields, those of `but` left out."""
+  return {name: section[name] for name in names(made) if name not in but}
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> str:

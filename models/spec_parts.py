@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from models.activations import GATED, UNGATED
-from models.spec_checks import TOKENWISE, at_least_one, one_of
+from models.spec_checks import TOKENWISE, as_they_are, at_least_one, names, one_of
 from trainer.errors import ConfigError
 
 LAYER_TYPES = ("global", "local", "nope", "chunked", "delta", "mamba", *TOKENWISE)  # what `layer_pattern` may have
@@ -174,30 +175,12 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
                       f"norm_position={m.norm_position!r}, moe.dense_layers={c.dense_layers}, moe.layer_step="
                       f"{c.layer_step}. Allowed: 'sandwich', 0, 1.")
   _check_choice(c, m.num_layers, m.lora.rank > 0)
-  return Moe(
-      num_experts=c.num_experts,
-      experts_per_token=c.experts_per_token,
+  checked: dict[str, Any] = dict(
       expert_size=at_least_one("moe.expert_size", expert_size),
-      shared_size=c.shared_size,
-      shared_gate=c.shared_gate,
-      beside_mlp=c.beside_mlp,
-      router_norm=c.router_norm,
-      expert_scale=c.expert_scale,
-      router_bias=c.router_bias,
       softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
       scores=one_of("moe.scores", c.scores, ("softmax", "sigmoid")),
-      normalize_weights=c.normalize_weights,
-      weight_scale=c.weight_scale,
-      weights_on_input=c.weights_on_input,
-      choice_bias=c.choice_bias,
-      choice_bias_rate=c.choice_bias_rate,
-      groups=c.groups,
-      groups_used=c.groups_used,
-      dense_layers=c.dense_layers,
-      layer_step=c.layer_step,
-      balance_loss=c.balance_loss,
-      z_loss=c.z_loss,
   )
+  return Moe(**as_they_are(Moe, c, but=checked), **checked)
 
 
 def _check_choice(c: ConfigDict, num_layers: int, adapters: bool) -> None:
@@ -231,10 +214,9 @@ def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:
     raise ConfigError(f"model.latent.q_rank: found {c.q_rank}, allowed: 0 (queries are made of the hidden state), or "
                       "more.")
   _check_indexer(m)
-  made = Latent(index_rope_interleaved=c.index_rope_interleaved, index_shared_layers=tuple(c.index_shared_layers),
-                **{key: c[key] for key in ("q_rank", "index_topk", "index_heads", "index_head_dim")},
-                **{key: at_least_one(f"latent.{key}", c[key])
-                   for key in ("kv_rank", "nope_dim", "rope_dim", "value_dim")})
+  for key in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+    at_least_one(f"latent.{key}", c[key])
+  made = Latent(**as_they_are(Latent, c) | {"index_shared_layers": tuple(c.index_shared_layers)})
   without = dict(num_kv_heads=(None, m.num_heads), head_dim=(None, made.head_dim), positions=("rope",),
                  rope_fraction=(1.0,), qk_norm=(False,), attention_gate=(False,), attention_sinks=(False,))
   for key, allowed in without.items():
@@ -331,8 +313,7 @@ def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:
   """Reads `model.delta`; None: the pattern has no such layers."""
   if "delta" not in pattern:
     return None
-  keys = (field.name for field in dataclasses.fields(Delta))
-  delta = Delta(**{key: at_least_one(f"delta.{key}", m.delta[key]) for key in keys})
+  delta = Delta(**{key: at_least_one(f"delta.{key}", m.delta[key]) for key in names(Delta)})
   if delta.num_value_heads % delta.num_key_heads:
     raise ConfigError(f"model.delta.num_key_heads: found {delta.num_key_heads}, which does not divide "
                       f"num_value_heads={delta.num_value_heads}.")
@@ -344,7 +325,7 @@ def make_mamba(m: ConfigDict, pattern: tuple[str, ...]) -> Mamba | None:
   """Reads `model.mamba`; None: the pattern has no such layers."""
   if "mamba" not in pattern:
     return None
-  mamba = Mamba(**{field.name: m.mamba[field.name] for field in dataclasses.fields(Mamba)})
+  mamba = Mamba(**as_they_are(Mamba, m.mamba))
   for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk"):
     at_least_one(f"mamba.{key}", m.mamba[key])
   if mamba.min_step < 0:
@@ -376,6 +357,5 @@ def make_lora(c: ConfigDict) -> Lora | None:
         f"model.lora: found dropout={c.dropout}, alpha={c.alpha}; allowed: 0 <= dropout < 1, alpha above 0."
     )
   scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
-  return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets),
-              modules_to_save=tuple(c.modules_to_save), dora=c.dora, dropout=c.dropout,
-              trainable_token_indices=tuple(c.trainable_token_indices))
+  tuples: dict[str, Any] = {key: tuple(c[key]) for key in ("targets", "modules_to_save", "trainable_token_indices")}
+  return Lora(scale=scale, **as_they_are(Lora, c, but=("scale", *tuples)), **tuples)

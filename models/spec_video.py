@@ -56,9 +56,6 @@ def kind_of(tower: str, projector: str) -> str | None:
 def make_video(vision: ConfigDict) -> Video | None:
   """Reads and checks `model.vision.video`; None: the model sees no videos.
 
-  Args:
-    vision: the section `model.vision`.
-
   Raises:
     ConfigError: what was found and what is allowed.
   """

@@ -8,19 +8,11 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from models.activations import GATED, UNGATED
-from models.spec_checks import at_least_one, one_of
+from models.spec_checks import as_they_are, at_least_one, names, one_of
 from models.spec_video import KEYS as VIDEO_KEYS
 from models.spec_video import MOST_TOKENS, SAMPLING, Video, make_video
 from trainer.errors import ConfigError
 
-# The keys of `model.vision` that say what function is computed.
-VISION_KEYS = tuple(f"vision.{key}" for key in (
-    "tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "activation",
-    "norm_eps", "mean", "std", "feature_layer", "final_norm", "projector", "projector_activation", "projector_bias",
-    "tokens_per_image", "feature_scale", "attention", "image_token", "window", "full_layers", "min_pixels",
-    "max_pixels", "position_grid", "deepstack_layers", "longest_side", "split", "clipped", "standardized",
-    *(f"video.{key}" for key in (*VIDEO_KEYS, *SAMPLING)),
-))
 # The base of rotary positions in Qwen's towers.
 THETA = 10_000.0
 # Frames that a patch of theirs has: of a video it is two of them, of an image it is the same twice.
@@ -156,11 +148,15 @@ class Vision:
     return self.num_layers + 1 + self.feature_layer
 
 
+# The keys of `model.vision` that say what function is computed.
+VISION_KEYS = (*(f"vision.{key}" for key in names(Vision) if key != "video"),
+               *(f"vision.video.{key}" for key in (*VIDEO_KEYS, *SAMPLING)))
+
+
 def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | None:
   """Reads and checks `model.vision`; None: a model of text alone.
 
   Args:
-    c: the section.
     num_layers: of the model, without the tower.
     reasons: sentences on what was derived are added to it.
 
@@ -199,15 +195,12 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
   plain = UNGATED if c.tower not in NATIVE else NATIVE[c.tower].activations
   activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(allowed)) for key, allowed in (
       ("activation", plain), ("projector_activation", UNGATED))}
-  copied = ("tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads",
-            "norm_eps", "feature_layer", "final_norm", "projector_bias", "feature_scale", "image_token",
-            "window", "min_pixels", "max_pixels", "position_grid", "longest_side")
-  return Vision(
-      **{key: c[key] for key in copied}, **activations, mean=mean, std=std,
-      projector=one_of("vision.projector", c.projector, PROJECTORS), tokens_per_image=_tokens_per_image(c, reasons),
-      attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers),
-      deepstack_layers=tuple(c.deepstack_layers), split=bool(c.split), clipped=c.clipped, standardized=c.standardized,
+  checked: dict[str, Any] = dict(
+      **activations, mean=mean, std=std, projector=one_of("vision.projector", c.projector, PROJECTORS),
+      tokens_per_image=_tokens_per_image(c, reasons), attention=one_of("vision.attention", c.attention, ATTENTIONS),
+      full_layers=tuple(c.full_layers), deepstack_layers=tuple(c.deepstack_layers), split=bool(c.split),
       video=make_video(c))
+  return Vision(**as_they_are(Vision, c, but=checked), **checked)
 
 
 def _check_native(c: ConfigDict, num_layers: int) -> None:

@@ -120,8 +120,6 @@ def make_data(config: Any, mesh: Any, workdir: Path, past: Past | None) -> tuple
   """The tokenizer, the model without its parameters, and the data of a config.
 
   Args:
-    config: the whole config.
-    mesh: of the run.
     workdir: holds the tokenizer, caches and samples.
     past: of the run that is gone on with; None: it begins.
 

@@ -319,7 +319,6 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
   """The arrays of a training batch, made without data: names, dtypes and shapes.
 
   Args:
-    rows: of the batch.
     precompute: with what other models say (`Program.precompute`).
     share_prompts: with the segments of prompts that are shared (`Program.share_prompts`).
     sharding: of all arrays.

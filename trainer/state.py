@@ -49,7 +49,6 @@ def make_fresh(optimizer: optim.Optimizer, *, ema: bool, reference: Any = None) 
   """Returns `fresh(params) -> state` before the first update, for `jax.eval_shape`.
 
   Args:
-    ema: keep moving averages.
     reference: the abstract leaves of a reference policy (trainer/strategies/reference.py), None: there is none.
   """
   rest = make_rest(optimizer, ema=ema)
@@ -115,7 +114,6 @@ def initialise(config: Any, origin: init_from.Origin, program: Any, checkpoints:
 
   Args:
     origin: where parameters come from.
-    program: of the run (trainer/program.py).
 
   Raises:
     ConfigError: if a checkpoint or folder is of another model, or what it left out has changed.

@@ -77,7 +77,6 @@ def match(
 
   Args:
     rules: pairs of a regex and a value.
-    paths: the existing paths.
     what: the config key the rules come from, for messages, e.g. `optimizer.lr_mults`.
     default: value of the paths that no rule matches.
     must_match: False for built-in tables, whose rules need not have an effect.
@@ -108,8 +107,6 @@ def select(patterns: Sequence[str], paths: Iterable[str], what: str, *,
   """The paths in which at least one of the regexes is found; the regexes may overlap.
 
   Args:
-    patterns: the regexes.
-    paths: the existing paths.
     what: the config key that the regexes come from, for messages.
     optional: those of the regexes that may match no path, where only some are built in.
 

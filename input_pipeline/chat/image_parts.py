@@ -103,7 +103,6 @@ def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder: P
     messages: with contents as `content_parts` gives them.
     refs: those in the row's columns, for parts of their kind without one of their own; else for the markers in the
       texts; else they stand before what the user says first, images before videos.
-    where: names the row.
     folder: see `ImageRef`.
     markers: what stands for one of KINDS in a text, if the columns have some.
 

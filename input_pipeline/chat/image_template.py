@@ -20,7 +20,6 @@ class ImageTemplate:
   given strings.
 
   Args:
-    template: renders conversations.
     tokenizer: whose special tokens are recognised.
     images: what is known about images.
   """

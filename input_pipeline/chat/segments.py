@@ -59,7 +59,6 @@ class SegmentEncoder:
   A token is trained if one of its characters is: one that reaches over the border of a span counts as inside.
 
   Args:
-    tokenizer: what encodes.
     images: what IMAGE in a text stands for; None: there is none.
   """
 

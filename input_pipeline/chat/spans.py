@@ -50,7 +50,6 @@ class SpanFinder:
   """Finds the turns of conversations under one template.
 
   Args:
-    template: renders them.
     tokenizer: whose special tokens are recognised.
 
   Attributes:
@@ -111,7 +110,6 @@ class SpanFinder:
     """The conversation's examples, in which messages have these weights and all else has none.
 
     Args:
-      conversation: what was said.
       weights: one a message; those with 0 are not looked for.
       policy: what to do where the history is rewritten: one of POLICIES.
 

@@ -66,7 +66,6 @@ class ChatTemplate:
   """A chat template, compiled once. Rendering is safe from several threads, one at a time.
 
   Args:
-    source: the template.
     special_tokens: variables of the template, `bos_token`, `eos_token`, ….
     date: the day that strftime_now tells. Without one, a template that asks for it is an error: data must not depend
       on the day on which they are read.

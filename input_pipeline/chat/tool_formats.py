@@ -76,7 +76,6 @@ def message_of(text: str, find: Callable[[str], list[ToolCall]] | None, raw: str
   each can be read.
 
   Args:
-    text: the completion.
     find: finds calls in it; None: it has none.
     raw: the same with its special tokens, if the text is without.
   """
@@ -95,7 +94,6 @@ def find_format(name: str, template: ChatTemplate | None, tool: dict) -> Callabl
 
   Args:
     name: of FORMATS, or "auto": that in which the template writes calls.
-    template: the model's.
     tool: some schema, to see whether the template shows it.
 
   Raises:

@@ -55,7 +55,6 @@ class TextReader:
     """The text of each (column, value).
 
     Args:
-      record: the row they are of.
       values: in order.
       shared: the images in the row's own columns, for the places in the texts that have none of their own; without such
         places they stand before the first text.
@@ -170,7 +169,6 @@ class TextTokens:
   behind the user's last words stays where these are cut.
 
   Args:
-    tokenizer: what encodes.
     section: `config.tokenizer`.
     max_length: tokens of a text, ends and images included.
     ends: one of ENDS.

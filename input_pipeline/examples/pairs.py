@@ -134,7 +134,6 @@ class AnswerEncoder(SidesEncoder):
     Args:
       prompt, completion: two texts, or two lists of messages.
       columns: what else the record says; of it, what templates are given beside messages counts.
-      where: the record's place, for messages.
 
     Raises:
       DataError: they are no such thing, or none of it is the model's.

@@ -140,7 +140,6 @@ class Prompter:
 
   Args:
     config: the whole config, of which `chat`, `tokenizer` and what concerns images count.
-    tokenizer: what encodes.
 
   Attributes:
     template: the chat template, None if there is none.
@@ -166,7 +165,6 @@ class Prompter:
 
     Args:
       text: with a marker for each image (`chat.image_marker`), or for none: then they stand before it.
-      where: for messages.
       images: of it: paths, the bytes of image files, or whatever else rows may have.
 
     Raises:
@@ -194,7 +192,6 @@ class Prompter:
       messages: a content is a string or a list of parts, {"type": "text", "text": …}, {"type": "image", "image": …}
         or {"type": "video", "video": …}.
       tools, **variables: of the template.
-      where: for error messages.
       images: those of parts without an image of their own, or of markers in the texts; see `text`.
 
     Raises:
@@ -295,7 +292,6 @@ class Prompter:
 
     Args:
       messages: the conversation up to what the assistant answers.
-      answer: what it says.
       added: the messages behind its answer.
       ended: the answer has the token that ends it; else that is among these ids.
       tools, **variables: see `messages`.

@@ -314,7 +314,6 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
   """The encoder of what is learned from.
 
   Args:
-    config: the whole config.
     tokenizer: None if only `texts` is used (to train one).
     text_key: of a source; where documents are texts, the field that holds them.
     option: how messages call `text_key`.
@@ -334,10 +333,7 @@ def open_examples(
   """The source that `cfg` describes, and the encoder for its records; reads no file yet.
 
   Args:
-    config: the whole config.
     tokenizer: see `make_encoder`.
-    cfg: the source's config.
-    name: the source's name.
     learns: see `make_encoder`.
     split: in place of the source's own.
     max_documents: a limit besides the source's own.

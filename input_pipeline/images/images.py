@@ -109,7 +109,6 @@ def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] |
   """The content of an image, after it was decoded once to see that it can be.
 
   Args:
-    ref: where it is.
     max_pixels: of the image as it is stored; more are refused before anything is decoded.
     checked: names of contents that were decoded before, which are not again, and their sizes; this one's is added.
     measure: `tokens`, `grid` and `squares` of an image of that width and height.
@@ -144,7 +143,6 @@ def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = No
     data: content of an image file, or of a video.
     how: see `Preprocess`.
     key: decides what augmentation draws; None: nothing is augmented.
-    where: for messages.
 
   Raises:
     ImageError: it is no image that is read here.

@@ -155,7 +155,6 @@ def read(ref: ImageRef, how: Sampling, max_pixels: int) -> EncodedImage:
   """A video's frames that are taken, in their size; `tokens` and `squares` are how many tiles they have.
 
   Args:
-    ref: where it is.
     how: which are taken.
     max_pixels: of a frame as it is stored.
 

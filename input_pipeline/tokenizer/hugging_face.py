@@ -37,10 +37,6 @@ class Placed(NamedTuple):
 class HFTokenizer:
   """Any tokenizer of the `tokenizers` library.
 
-  Args:
-    files: what its folder says.
-    where: names it in errors.
-
   Raises:
     DataError: files that contradict each other.
   """

@@ -53,8 +53,6 @@ def split(text: str, tokens: Iterable[str], inert: Iterable[int]) -> Iterator[tu
   """Pieces of `text`, each with whether it is one of `tokens`; of overlapping ones the first, then the longest.
 
   Args:
-    text: any text.
-    tokens: strings to find.
     inert: positions in `text` at which no token begins.
   """
   found = pattern(tuple(tokens))

@@ -212,7 +212,6 @@ def extended(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Ar
 
   Args:
     cache: what to add to; without pages.
-    spec: the model's.
     new: by their mixer: attn, global_attn: keys and values [L, B, T, G, K] of the layers that have them; delta, mamba:
       the last inputs of the convolutions and the states of those [L, B, …], behind these tokens.
     segment_ids_BxT: 0: padding, not written.

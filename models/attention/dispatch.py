@@ -151,7 +151,6 @@ def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.A
 
   Args:
     rule: how scores are made; within the window is what `seen` says.
-    q_Bx1xHxK: of the token.
     seen: keys and values of it and the tokens before it, in any order; in the dtype of q, or a wider one.
     active_B: False for rows without a token, whose output is 0.
     sinks_H: see `QKV`.

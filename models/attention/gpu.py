@@ -32,7 +32,6 @@ def refusal(device: Any, rule: Rule, qkv: QKV, blocks: bool, prompts: bool) -> s
   models/attention/blocked.py, is not taken.
 
   Args:
-    device: that the program is for.
     rule, qkv: what is to be computed.
     blocks, prompts: whether some tokens see each other both ways, or a segment beside their own.
   """

@@ -91,7 +91,6 @@ def exchange(run: Callable, split: Split, x_NxD: jax.Array, experts_A: jax.Array
     run: `run(x [M, D], experts [M], kernels) -> [M, D]` computes with this device's E / P experts; where the expert is
       E / P, none, the token is any, as the output may be.
     split: how the kernels are split.
-    x_NxD: this device's tokens.
     experts_A: the expert of each assignment; `num_experts`: none.
     kernels: this device's part of its experts' kernels, in any dtype.
     num_experts: E, a multiple of P.

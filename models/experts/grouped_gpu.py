@@ -25,7 +25,6 @@ def refusal(device: Any, block: int, sizes: tuple[int, ...], dtype: Any) -> str 
   """Why the kernels are not taken; None: they are. As `attention_gpu.refusal`.
 
   Args:
-    device: that the program is for.
     block: rows of a block.
     sizes: K and N.
     dtype: of rows and matrices.
@@ -50,7 +49,6 @@ def grouped(x_MxK: jax.Array, w_ExKxN: jax.Array, group_of_block: jax.Array, blo
 
   Args:
     x_MxK: rows; of w transposed, [M, N].
-    w_ExKxN: matrices.
     group_of_block: int32 [M / block]; E or above: none.
     block: rows of a block.
     transpose: whether rows are multiplied by transposes, which gives [M, K].
@@ -91,7 +89,6 @@ def grouped_outer(x_MxK: jax.Array, g_MxN: jax.Array, starts_E: jax.Array, ends_
   """The sum of x^T g over the rows of each group: [E, K, N] in `dtype`, 0 for a group without rows.
 
   Args:
-    x_MxK, g_MxN: rows.
     starts_E, ends_E: int32, the rows of each group, multiples of `block`.
     block: rows added at a time, or a part of that many.
     dtype: of the result; sums are float32.

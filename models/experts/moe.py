@@ -159,7 +159,6 @@ def route(rows: tuple[jax.Array, ...], kernels: tuple = (), *, moe: spec_lib.Moe
     rows: the router's logits [B, T, E], float32; with `choice_bias`, also what is added to the scores; with
       `expert_scale`, what the weights of experts are multiplied by in the end.
     kernels: none.
-    moe: the config.
     replay: the last of `rows` says which experts are taken, int32 [B, T, k]; where it is below 0, the router does.
   """
   logits_BxTxE, *biased = rows
@@ -211,7 +210,6 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
     rows: x [B, T, D], experts int32 [B, T, k] (`moe.num_experts`: none), weights float32 [B, T, k].
     kernels: gate, if experts have one, and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], with
       adapters their pairs, or this device's parts of them.
-    moe: the config.
     activation: one of `activations.GATED` or `UNGATED`.
     matmuls: the 8-bit matmuls with each of these kernels; None: plain ones.
     low_rank: which have adapters.

@@ -7,8 +7,7 @@
 
 Nothing is downloaded, unpickled or run: a folder is data.
 
-May import: models.activations, models.api, models.config, models.lora, models.spec, models.spec_mtp,
-models.spec_video, models.spec_vision.
+May import: models.api, models.config, models.lora, models.spec, models.spec_video, models.spec_vision.
 """
 
 import os
@@ -19,12 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from models import api
 from models import config as config_lib
 from models.hf import convert, families, files, pixels, videos
-from models.hf.canonical import NEUTRAL, canonical
+from models.hf.canonical import NEUTRAL, abstract_params, canonical, keys_of, set_keys
 from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
 from models.hf.family import Family
@@ -32,7 +30,6 @@ from models.hf.files import TensorFolder, write_json
 from models.hf.peft import load_adapters, save_adapters
 from models.hf.peft_modules import AdapterLayout
 from models.hf.source import each
-from models.spec import ARCHITECTURE_KEYS
 from trainer import tree
 
 __all__ = ["AdapterLayout", "HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
@@ -61,7 +58,6 @@ def architecture(path: str | Path, ignored: Iterable[str] = ()) -> tuple[Family,
   Reads config.json, and of a model of images preprocessor_config.json; touches no tensor and no device.
 
   Args:
-    path: the folder.
     ignored: entries of config.json that are not known here and have no effect (`model.hf_ignore`), those of objects
       inside it with dots.
 
@@ -83,11 +79,9 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
   """The model of a folder and its parameters, read straight onto their devices.
 
   Args:
-    path: the folder.
     dtype: of parameters and computation; None: that of the tensors (of the embedding, for the computation).
     shardings: nested dict of shardings; or a function from the abstract parameters to it, e.g.
       `lambda p: trainer.distributed.mesh.param_shardings(p, mesh)[0]`; None: everything on the first device.
-    progress: show a bar.
     ignored: see `architecture`.
     mtp_layers: modules that predict tokens further ahead to be read (`model.mtp_layers`).
 
@@ -126,7 +120,6 @@ def save(model: api.Model, params: Mapping, out: str | Path, dtype: Any = None, 
     dtype: of the tensors; None: that of the parameters.
     overwrite: replace a model that is in `out`.
     max_shard_bytes: where a new file begins.
-    progress: show a bar.
     gather: makes an array that several processes hold whole in each. All of them call this then; the first writes.
 
   Raises:
@@ -149,40 +142,6 @@ def save(model: api.Model, params: Mapping, out: str | Path, dtype: Any = None, 
     return
   kinds = {np.dtype(dtype if dtype is not None else leaf.dtype).name for leaf in leaves.values()}
   write_json(out / files.CONFIG, with_dtype(content, kinds.pop() if len(kinds) == 1 else "float32"))
-
-
-def keys_of(section: Mapping, vocab_size: int) -> dict[str, Any]:
-  """{dotted key: value} of a config's `model` section for ARCHITECTURE_KEYS.
-
-  Args:
-    section: the `model` section of a config.
-    vocab_size: entries of the vocabulary, as it is to be written.
-  """
-  def value(key: str) -> Any:
-    node = section
-    for part in key.split("."):
-      node = node[part]
-    return tuple(node) if isinstance(node, list) else node
-
-  return {**{key: value(key) for key in ARCHITECTURE_KEYS}, "vocab_size": vocab_size}
-
-
-def set_keys(section: ConfigDict, keys: Mapping[str, Any]) -> None:
-  """Puts {dotted key: value} into the `model` section of a config."""
-  for key, value in keys.items():
-    *parents, last = key.split(".")
-    node = section
-    for parent in parents:
-      node = node[parent]
-    node[last] = value
-
-
-def abstract_params(keys: Mapping[str, Any]) -> dict[str, Any]:
-  """The parameters, as nested ShapeDtypeStructs, of the model that {dotted key of config.model: value} describes."""
-  section = config_lib.model()
-  set_keys(section, keys)
-  made = api.make_model(section, vocab_size=keys["vocab_size"], params_dtype="float32", compute_dtype="float32")
-  return made.abstract_params()
 
 
 def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None, where: str = files.CONFIG,

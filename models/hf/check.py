@@ -40,7 +40,6 @@ def ours(folder: str | Path, tokens_BxT: np.ndarray, out: Path) -> dict[str, np.
   """{"layer i": what enters it, "logits", "loss", "gradient NAME": by the tensors of the folder}.
 
   Args:
-    folder: of the model.
     tokens_BxT: rows of one text each.
     out: gradients are written here in between, as a folder of their own.
 

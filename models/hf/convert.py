@@ -66,11 +66,9 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   """Matches a folder's tensors with our leaves, by name and shape; touches no device.
 
   Args:
-    family: whose names the folder has.
     model: {dotted model key: value}, what `family.read` gave.
     abstract_params: nested dict of ShapeDtypeStruct, of the whole model (without adapters); dtypes do not matter.
       Where only some are wanted, call `only` on what is returned.
-    folder: the tensors.
 
   Raises:
     HFError: listing what is missing, extra or misshapen, or not a parameter's dtype.
@@ -131,7 +129,6 @@ def iter_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping[str, 
 
   Args:
     plan: what `plan` returned for `folder`.
-    folder: the tensors.
     shardings: {path: sharding}; None: everything on the first device.
     dtype: of the parameters; or {path: dtype}; None: that of each tensor.
     progress: show a bar, on the first process.

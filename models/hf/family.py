@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from models.hf import quantised
-from models.hf.canonical import NEUTRAL, canonical, has_parameter, layers_with_experts, mixers
+from models.hf.canonical import NEUTRAL, canonical, made_of
 from models.hf.errors import HFError
 from models.hf.keys import Head, Rule
 from models.hf.source import DEEPEST, DROPOUT, Source, check_kind
+from models.spec import Spec
 
 # Entries of config.json that say nothing about the function from tokens to logits: about files, generation, the Python
 # interface, fresh initial values, heads of other tasks, losses. `max_position_embeddings` bounds nothing where
@@ -153,7 +154,6 @@ class Family:
 
     Args:
       config: the content of config.json.
-      where: its name in messages.
       ignored: names of entries that are known to have no effect (`model.hf_ignore`).
 
     Raises:
@@ -209,9 +209,9 @@ class Family:
   def tensors(self, model: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of this architecture; several may hold the same of our parameters."""
     model = canonical({**NEUTRAL, **model})
-    modules = () if self.ahead is None else self.ahead.table
-    return [_laid_over(model, t) for t in (*self.table, SCORE, *modules)
-            if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
+    modules, (spec, paths) = () if self.ahead is None else self.ahead.table, made_of(tuple(model.items()))
+    return [_laid_over(model, spec, t) for t in (*self.table, SCORE, *modules)
+            if paths.issuperset((t.ours,) if isinstance(t.ours, str) else t.ours)]
 
   def passed_over(self, model: Mapping[str, Any]) -> tuple[str, ...]:
     """Regexes of tensors that a folder of this architecture may have, and that are not read."""
@@ -268,23 +268,13 @@ class Family:
                          "other heads are not read")
 
 
-def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
+def _laid_over(model: Mapping[str, Any], spec: Spec, tensor: Tensor) -> Tensor:
   """With the number of its groups, and of the layers that have it where not all do."""
   if isinstance(tensor.groups, str):
     tensor = replace(tensor, groups=model[tensor.groups])
-  has_mixer, first = mixers(model), tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
+  first = tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
   if first.startswith("mtp/"):
-    behind = range(model["num_layers"], model["num_layers"] + model["mtp_layers"])
+    behind = range(spec.num_layers, spec.num_layers + spec.mtp_layers)
     return replace(tensor, layers=tuple(behind)) if tensor.prefixed else tensor
-  part, layers_ = first.split("/")[1 if first.startswith("blocks/") else 0], range(model["num_layers"])
-  if part in has_mixer and len(set(has_mixer)) > 1:
-    has = (i for i in layers_ if has_mixer[i] == part)
-  elif part == "indexer" and (shared := model["latent.index_shared_layers"]):
-    has = (i for i in layers_ if i not in shared)
-  elif part in ("mlp", "wide_mlp") and model["double_wide_mlp"]:
-    has = (i for i in layers_ if (i >= model["num_layers"] - model["kv_shared_layers"]) == (part == "wide_mlp"))
-  elif part in ("mlp", "moe") and model["moe.num_experts"] and not all(experts := layers_with_experts(model)):
-    has = (i for i in layers_ if experts[i] == (part == "moe"))
-  else:
-    return tensor
-  return replace(tensor, layers=tuple(has))
+  has = spec.layers_with(first.split("/")[1 if first.startswith("blocks/") else 0])
+  return tensor if len(has) == spec.num_layers else replace(tensor, layers=tuple(has))

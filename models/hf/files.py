@@ -51,9 +51,6 @@ class TensorFolder:
 
   Opening reads and checks the headers alone.
 
-  Args:
-    path: the folder.
-
   Attributes:
     path: the folder.
     tensors: {name: TensorInfo}, without what programs put before names (models/hf/names.py), and with one in the place

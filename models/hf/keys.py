@@ -160,11 +160,9 @@ class Activation(Rule):
   """The activation of an MLP.
 
   Args:
-    theirs: the entry.
     default: their name of it where the entry is absent; it is also written, where several names say the same.
     names: {ours: their names}.
     same: further entries; where they are there, they must name the same function.
-    ours: our key.
   """
 
   theirs: str
@@ -249,6 +247,26 @@ def named_kinds(source: Source, key: str, layers: int, ours: Mapping[str, str]) 
   return tuple(ours[kind] for kind in given)
 
 
+def sliding_window(default: int) -> Callable[[Source], int | None]:
+  """Reads sliding_window, which is `default` where it is not said."""
+  return lambda source: source.get("sliding_window", int, default, None)
+
+
+def all_but_every_nth(usual: int, told: bool = False) -> Callable[[Source, int], tuple[str, ...]]:
+  """Every so manieth layer has no window; `told`: config.json may say which, in sliding_window_pattern."""
+  def kinds(source: Source, layers: int) -> tuple[str, ...]:
+    period = usual
+    if told:
+      period = source.get("sliding_window_pattern", int, source.get("_sliding_window_pattern", int, usual))
+    return tuple("local" if (i + 1) % period else "global" for i in range(layers))
+  return kinds
+
+
+def window_alone(types: tuple[str, ...], window: int | None) -> dict[str, Any]:
+  """Writes the window, and not which layers have it."""
+  return {"sliding_window": window}
+
+
 @dataclass(frozen=True)
 class LayerTypes(Rule):
   """A window in some layers: `layer_types` with an entry for each, or an older way to say it.
@@ -261,7 +279,7 @@ class LayerTypes(Rule):
 
   read_window: Callable[[Source], int | None]
   older: Callable[[Source, int], tuple[str, ...] | None]
-  write_older: Callable[[tuple[str, ...], int | None], dict[str, Any]]
+  write_older: Callable[[tuple[str, ...], int | None], dict[str, Any]] = window_alone
 
   def read(self, source, model):
     layers = model["num_layers"]

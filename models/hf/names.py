@@ -45,9 +45,7 @@ def hint(present: Sequence[str], wanted: Iterable[Iterable[str]], where: Any) ->
   """A sentence on why the names of a folder's tensors are others than those that are wanted; "" if it is not known.
 
   Args:
-    present: the names.
     wanted: those that a family has, in each of its spellings.
-    where: the folder, for the message.
   """
   if adapted := [name for name in present if ADAPTERS.search(name)]:
     return (f"{where} holds adapters beside their base ({adapted[0]!r:.200}), and whether they are added to it already "

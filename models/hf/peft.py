@@ -196,7 +196,6 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, layout: AdapterLayou
   Args:
     out: a folder, made if missing; adapters in it are replaced.
     read: gives `leaf[index]` of an adapter's leaf, or of one that `model.lora.modules_to_save` names.
-    layout: of the model.
     base: what base_model_name_or_path is to say.
     dtype: of the tensors; None: that of ours.
 

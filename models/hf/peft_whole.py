@@ -29,7 +29,6 @@ class Tensors:
   """Their tensors for parameters of ours.
 
   Args:
-    layout: of the model.
     wanted: paths of the parameters.
     where: names the file or folder in errors.
     names: of the tensors in a file, without PEFT's root, which decide on the family's prefix; None: the first.

@@ -24,7 +24,6 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   where the tower's own are meant.
 
   Args:
-    folder: of a checkpoint.
     keys: {dotted key of config.model: value}.
 
   Raises:

@@ -40,7 +40,6 @@ class Source:
     """The value of `key`, checked to be of `kind`.
 
     Args:
-      key: of the JSON object.
       kind: int (1 or more), float (an int will do), bool, str, list or dict.
       default: what an absent key means; an error if not given.
       null: what `null` means; an error if not given.

@@ -34,7 +34,6 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   """{our key: value} of `model.vision.video`, but for what config.json has; empty for models that see no videos.
 
   Args:
-    folder: of a checkpoint.
     keys: {dotted key of config.model: value}, those of pixels.py too.
 
   Raises:

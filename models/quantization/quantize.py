@@ -150,7 +150,6 @@ def store(path: str, leaf: jax.Array, stored: Mapping[str, Any]) -> dict[str, ja
   """One parameter of `logical(stored)` in the form, and with the shardings, of `stored`; the leaf's memory is given up.
 
   Args:
-    path: of the parameter.
     leaf: its values; deleted where they are not needed any more.
     stored: {path: ShapeDtypeStruct with a sharding or None}.
 

@@ -55,7 +55,6 @@ def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...
   """x @ w for each of several kernels [K, N], in `dtype`: [B, T, N] each.
 
   Args:
-    placed: the mesh.
     x_BxTxK: in the layout of the residual stream, or split along K where the kernels' input is.
     weights: the kernels, in any dtype.
     kernels: how to multiply by each; of all or none is the input split.

@@ -25,9 +25,6 @@ class MergedLeaves:
   """The parameters of an adapter checkpoint's model without adapters, each kernel with its adapter's product added.
 
   Args:
-    config: of the run.
-    tokenizer: of the run.
-    checkpoint: the folder of the checkpoint.
     trained: {path: ShapeDtypeStruct} of what it holds: adapters, and what is trained as a whole.
     read_trained: gives `leaf[index]` of one of these.
 

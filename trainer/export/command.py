@@ -49,7 +49,6 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   Call it on one process; it needs no more than the files.
 
   Args:
-    workdir: of the run.
     out: the folder, made if missing.
     step: which checkpoint; None: the newest.
     dtype: of the tensors; None: that of the parameters.
@@ -58,7 +57,6 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
       PEFT's format.
     max_shard_bytes: where a new file begins.
     overwrite: replace a model that is in `out`.
-    progress: show a bar.
     folder: of the checkpoint, where it is none of the workdir's.
     mtp: with the modules that predict tokens further ahead (`model.mtp_layers`).
 
@@ -148,7 +146,6 @@ class StoredLeaves:
   reading the layers of one leaf in order reads each chunk once.
 
   Args:
-    folder: of the checkpoint.
     part: `params`, or `ema` for their moving average.
 
   Attributes:

@@ -59,7 +59,6 @@ def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None =
   """A run's model, with the parameters of a checkpoint spread over the mesh.
 
   Args:
-    workdir: of the run.
     mesh: any; it need not be the run's.
     step: which checkpoint; None: the newest.
     template: in place of the run's `chat.template`.

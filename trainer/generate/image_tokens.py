@@ -97,7 +97,6 @@ def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence
   """What is shown with each prompt.
 
   Args:
-    layout: of the model.
     prompts: ids [n].
     images: of each prompt; None: none.
     prefixes: how many tokens of each are its beginning; None: all. See `of_text`.
@@ -121,12 +120,10 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[Shown], pre
   """The images of one text.
 
   Args:
-    layout: of the model.
     ids: the text, [n].
     images: in the order of their placeholders, each uint8 [S, S, 3], [K, S, S, 3] of K squares or, of tiles, multiples
       of S; or a video.
     prefix: the first so many tokens are read in both directions where the model does so.
-    where: for messages.
     sampled: bool [n], the tokens that the model itself has written, of which a placeholder is a token like others.
       None: all behind the prefix.
 
@@ -220,7 +217,6 @@ def put(layout: Layout | None, batch: dict[str, np.ndarray], part: PromptImages,
   Args:
     layout: of the model; None: there is nothing to write.
     batch: has the arrays of `empty`.
-    part: of the text.
     row, begin: where the text begins.
     first: images that the row has already; the next ones follow them.
   """

@@ -105,7 +105,6 @@ class Sampler:
     Args:
       params: the model's parameters, wherever they lie.
       prompts: token ids, at least one each. Equal prompts (with equal images) get equal completions.
-      request: how to complete them.
 
     Raises:
       ConfigError: values out of range, an empty prompt, ids beyond the vocabulary, texts longer than the model can

@@ -76,7 +76,6 @@ class StopStrings:
   """The strings that end completions, and the texts that these have.
 
   Args:
-    tokenizer: what decodes.
     strings: may be none; then a text is that of all tokens but the one that ended it.
     keep: leave the string in the text.
     where: the name of their key, for messages.

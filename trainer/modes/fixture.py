@@ -34,7 +34,6 @@ class Fixture:
   Args:
     config: the whole config of the slice, resolved, without dropout.
     workdir: of a short run with it, which is over.
-    run: that run.
     params, reference: what it began with, on the host; None: there is no reference.
     batch: of its first step, on the host.
   """

@@ -34,7 +34,6 @@ class Microscope:
 
   Args:
     run: the run (trainer/run.py); its parameters at the time of each call are those that are used.
-    rows: of the same run.
   """
 
   def __init__(self, run: Any, rows: Rows):

@@ -114,7 +114,6 @@ def rounding_bits(seed: int, step: Any, path: str, shape: tuple[int, ...], layer
 
   Args:
     seed, step, path: of the run, of the update, of the parameter.
-    shape: of the array.
     layer: which part of the parameter it is, of those along its first dimension; None: the whole of it.
   """
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), zlib.crc32(f"rounding/{path}".encode()))

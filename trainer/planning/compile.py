@@ -81,7 +81,6 @@ def compile_step(config_json: str, vocab_size: int, source_names: list[str], top
     config_json: the resolved config (`config_checks.to_json`).
     vocab_size: entries of the tokenizer.
     source_names: see `program.make_program`.
-    topology: of the devices.
   """
   # Nothing runs on a TPU or GPU here, so that nothing has to be locked.
   env = dict(os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")

@@ -98,7 +98,6 @@ class Planner:
   Args:
     config: the resolved config; precision is settled.
     vocab_size: entries of the tokenizer.
-    topology: the devices.
     source_names: see `program.make_program`.
   """
 

@@ -112,7 +112,6 @@ def transfers(config: Any, program: Any, shardings: Any, topology: Topology, mes
   """The collectives of one optimizer step.
 
   Args:
-    config: the whole config.
     program: see `trainer.program`; what tensor, context and expert axes move is known of the built-in transformer.
     shardings: nested dict of the parameters' NamedShardings.
     topology, mesh: of the devices; the mesh may be abstract.

@@ -34,11 +34,8 @@ MOST_HOST_DEVICES = 16
 
 
 def plan(config: Mapping, workdir: str | Path) -> Path:
-  """Prints and writes what training with `config` would take; returns the page's path.
-
-  Raises:
-    ConfigError: as training would; a topology or mesh that cannot be.
-  """
+  """Prints and writes what training with `config` would take; returns the page's path. Raises ConfigError: as training
+  would; a topology or mesh that cannot be."""
   print("tracing the step, with each policy of what is recomputed; large models take minutes …", flush=True)
   made = make_plan(config, workdir)
   print(plan_page.text(made))

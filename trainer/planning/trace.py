@@ -45,7 +45,6 @@ def trace(config: Any, program: program_lib.Program, rows: int = 2) -> Trace:
   """Traces the loss of `program` and its gradient.
 
   Args:
-    config: its config.
     program: its mesh plays no part.
     rows: of the smaller of the two traces; about as many as a device has, and of a mixture of experts so many that its
       blocks of tokens are no longer larger where there are more.

@@ -4,16 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainer.errors import ConfigError
 from trainer.report import configs, page, pages, series
-from trainer.report.history import History, at, integer, load, sources_of, status
-from trainer.report.pages import counted, dim, in_short, number, section, span, table, tag
+from trainer.report.history import History, load, sources_of, status
+from trainer.report.pages import counted, dim, number, section, table, tag
 
 MOST_RUNS = 32
-_HEAD = ("run", "", "steps", "tokens", "parameters", "devices", "Weft", "time", "goodput", "tokens/s", "MFU",
-         "last loss")
 
 
 def write(workdirs: Sequence[str | Path], out: str | Path) -> Path:
@@ -41,14 +37,16 @@ def make(histories: Sequence[History]) -> str:
   differences = configs.differences([history.config for history in histories if history.config])
   configured = [name for history, name in zip(histories, names, strict=True) if history.config]
   evaluated = evaluations(histories)
-  rows = [[pages.join([pages.swatch(i), name]), *run_row(history)]
-          for i, (history, name) in enumerate(zip(histories, names, strict=True))]
+  facts = list(map(facts_of, histories))
+  head = list(dict.fromkeys(what for one in facts for what in one))
+  rows = [[pages.join([pages.swatch(i), name]), *(one.get(what, "") for what in head)]
+          for i, (one, name) in enumerate(zip(facts, names, strict=True))]
   tools = pages.chart_tools([(name, series.places(history.metrics))
                              for history, name in zip(histories, names, strict=True)])
   title = f"{len(names)} runs: {', '.join(names)}"
   return pages.page(
       title, tag("h1", title), tag(
-          "main", section("runs", "Runs", table(_HEAD, rows, "Runs"), pages.pairs(
+          "main", section("runs", "Runs", table(["run", *head], rows, "Runs"), pages.pairs(
               [(name, str(history.workdir)) for history, name in zip(histories, names, strict=True)])),
           section("evaluations", "Evaluations", dim("The last value, and in brackets the best where it is known which "
                                                     "way is better; the best of all runs is bold."),
@@ -75,30 +73,12 @@ def short_names(workdirs: Sequence[Path]) -> list[str]:
   return [str(path) for path in workdirs]
 
 
-def run_row(history: History) -> list[Any]:
-  """A run in figures."""
-  state, start = status(history), at(history.starts, -1, default={})
-  end = at(start, "end", default={})
-  goodput = at(end, "goodput", default=history.last("goodput"))
-  tokens = at(end, "tokens", default=history.last("tokens_seen"))
-  parameters = integer(at(start, "parameters", "all"))
-  commit = at(start, "git", "commit")
-  wall = "" if history.started is None or state.until is None else span(max(state.until - history.started, 0.0))
-  medians = {key: float(np.median(values)) for key in ("tokens_per_second", "mfu")
-             if key in history.metrics and len(values := history.metrics[key].finite.values)}
-  loss = history.last("loss")
-  kind = at(start, "devices", "kind")
-  return [
-      tag("span", state.word, class_=f"status {state.kind}"),
-      f"{state.step:,}{f' of {state.total:,}' if state.total else ''}",
-      in_short(tokens) if isinstance(tokens, (int, float)) else "",
-      in_short(parameters) if parameters is not None else "",
-      f"{at(start, 'devices', 'count', default='?')} × {kind}" if kind else "",
-      f"{at(start, 'weft', default='')}{f' {str(commit)[:10]}' if commit else ''}"
-      f"{' +' if at(start, 'git', 'dirty') else ''}", wall,
-      f"{goodput:.1%}" if isinstance(goodput, (int, float)) else "",
-      in_short(medians["tokens_per_second"]) if "tokens_per_second" in medians else "",
-      f"{medians['mfu']:.2%}" if "mfu" in medians else "", "" if loss is None else number(loss)]
+def facts_of(history: History) -> dict[str, Any]:
+  """A run in figures: what stands at the top of its page, its devices and Weft's version."""
+  state = status(history)
+  ran = dict(page.start_rows(history.starts[-1])) if history.starts else {}
+  return {"": tag("span", state.word, class_=f"status {state.kind}"), **dict(page.tiles(history, state)),
+          **{what: ran[what] for what in ("devices", "Weft") if what in ran}}
 
 
 def evaluations(histories: Sequence[History]) -> list[list[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from trainer.report import checks, configs, pages, series, texts
+from trainer.report import configs, pages, series, texts
 from trainer.report.history import (
   PAGE,
   RUN,
@@ -32,11 +32,6 @@ from trainer.report.pages import counted, dim, in_short, number, pairs, section,
 MOST_NOTES, MOST_OTHERS, MOST_INFO, MOST_STARTS = 60, 20, 100, 12
 # What a reader wants to know first.
 _KINDS = ("error", "rollback", "health", "warning", "stop")
-_FILES = (("config", "config.json"), ("what ran", RUN), ("metrics", "metrics.jsonl"), ("notes", "notes.jsonl"),
-          ("TensorBoard", "tensorboard"), ("checkpoints", "checkpoints"), ("samples", "samples"),
-          ("tokenizer", "tokenizer.json"), ("token cache", "cache"), ("export", "export"),
-          ("steps that were not finite", "nonfinite"), ("steps seen again", "replay"), ("--mode=verify", "verify"),
-          ("--mode=inspect", "inspect.html"), ("--mode=plan", "plan.html"), ("profile", "profile"))
 # Kinds of Chrono that are parts of others, or have another name here.
 _KIND_NAMES = {"train": "steps", "data": "waiting for data", "eval": "evaluations", "checkpoint": "checkpoints",
                "compile": "compilation", "rollout": "rollouts", "nonfinite": "looking into steps that were not finite"}
@@ -46,7 +41,6 @@ def write(workdir: str | Path, out: str | Path | None = None) -> Path:
   """Writes the page of a run; returns its path.
 
   Args:
-    workdir: of the run.
     out: the file; None: report.html in the workdir.
 
   Raises:
@@ -74,11 +68,10 @@ def make(history: History) -> str:
       section("throughput", "Throughput and time", *time_split(history), *throughput),
       section("samples", "Samples over time", *samples or [tag("p", "There are none. An evaluator of type samples "
                                                                "writes some.")]),
-      section("data", "Data", *audit(history)), section("checks", "Self-checks", *checks.shown(history)),
+      section("data", "Data", *audit(history)), section("verify", "--mode=verify", *verified(history)),
       section("config", "Config", *config_tables(history.config)), section("ran", "What ran", *starts(history)),
-      section("files", "Where everything is", table(["what", "where", "size"], files(history.workdir),
-                                                    "Files of the workdir", "words"), dim(*history.problems))]
-  names = ("notes", "evaluations", "curves", "throughput", "samples", "data", "checks", "config", "ran", "files")
+      dim(*history.problems)]
+  names = ("notes", "evaluations", "curves", "throughput", "samples", "data", "verify", "config", "ran")
   header = tag("header", tag("h1", f"{name} ", tag("span", state.word, class_=f"status {state.kind}")),
                dim(str(history.workdir)), tag("p", state.sentence), pairs(tiles(history, state), "tiles"),
                tag("nav", *(tag("a", one, href=f"#{one}") for one in names)))
@@ -122,7 +115,7 @@ def tiles(history: History, state: Status) -> list[tuple[str, Any]]:
     trained = at(parameters, "trained")
     found.append(("parameters", in_short(parameters["all"]), "all trained" if trained == parameters["all"] else
                   f"{in_short(trained)} trained" if isinstance(trained, int) else ""))
-  return [(what, pages.join([value, tag("small", note)])) for what, value, note in found]
+  return [(what, pages.join([value, " ", tag("small", note)])) for what, value, note in found]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -183,8 +176,7 @@ def evaluations(metrics: Mapping[str, Column], sources: Sequence[str]) -> list[l
 
 
 def time_split(history: History) -> list[Any]:
-  """Where the time went, in all and over the steps."""
-  over_time = series.time_shares(history.metrics)
+  """Where the time went, in all."""
   totals = {kind: float(value) for kind, value in mapping(history.starts, -1, "end", "seconds").items()
             if isinstance(value, (int, float)) and math.isfinite(value)}
   of_all = bool(totals)
@@ -204,16 +196,11 @@ def time_split(history: History) -> list[Any]:
     rows.append(["everything else", span(whole - known), f"{(whole - known) / whole:.1%}"])
   note = ("Everything else is setting up, the time when no process ran, and steps that were lost with their process."
           if wall else "Of the windows between rows of metrics; the run has not said more.")
-  parts = [tag("h3", "Where the time went"), table(["kind", "time", "share"], rows, "Time by kind"), dim(note)]
-  if over_time is not None:
-    named = over_time._replace(lines=[line._replace(label=_KIND_NAMES.get(line.label, line.label))
-                                      for line in over_time.lines])
-    parts += [charts for _, charts in series.drawn(series.Charts([("", [named])], {}, []), [""])]
-  return parts
+  return [tag("h3", "Where the time went"), table(["kind", "time", "share"], rows, "Time by kind"), dim(note)]
 
 
 # ----------------------------------------------------------------------------------------------
-# Data, config, what ran, files.
+# Data, equalities, config, what ran.
 
 
 def audit(history: History) -> list[Any]:
@@ -233,6 +220,20 @@ def audit(history: History) -> list[Any]:
   facts.append(("fingerprint", str(at(history.starts, -1, "data_fingerprint", default="?"))))
   cells = [[number(row.get(key, "")) for key in head] for row in rows]
   return [table(head, cells, "The data, by source"), pairs(facts)]
+
+
+def verified(history: History) -> list[Any]:
+  """What --mode=verify has measured in this workdir."""
+  if history.verified is None:
+    return [dim("It was not run in this workdir.")]
+
+  def figure(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, (int, float)) else ""
+
+  cells = [[str(row.get("status", "")), str(row.get("row", "")), str(row.get("what", "")), figure(row.get("measured")),
+            figure(row.get("allowed")), str(row.get("why", ""))] for row in history.verified]
+  return [dim("On a slice of the config as it was then; docs/exactness.md says what each row is."),
+          table(["", "row", "what must be equal", "measured", "allowed", ""], cells, "Equalities", "words")]
 
 
 def config_tables(config: Mapping[str, Any]) -> list[Any]:
@@ -316,22 +317,3 @@ def _memory(end: Any) -> str:
   if isinstance(host := at(end, "host_memory"), (int, float)):
     parts.append(f"{size(host)} in the first process")
   return "at most " + ", ".join(parts) if parts else ""
-
-
-def files(workdir: Path) -> list[tuple[str, str, str]]:
-  """(what, where, how much) of what is in the workdir."""
-  found = []
-  for what, name in _FILES:
-    path = workdir / name
-    try:
-      if path.is_file():
-        found.append((what, str(path), size(path.stat().st_size)))
-      elif path.is_dir():
-        inside = sorted((entry.name for entry in path.iterdir()), key=lambda entry: (len(entry), entry))
-        steps = [f"{int(entry):,}" for entry in inside if entry.isdigit()] if name == "checkpoints" else []
-        said = f"of steps {', '.join(steps[:8])}{' …' if len(steps) > 8 else ''}" if steps else (
-            counted(len(inside), "file"))
-        found.append((what, str(path), said))
-    except OSError as e:
-      found.append((what, str(path), f"cannot be read: {e.strerror}"))
-  return found

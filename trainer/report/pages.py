@@ -43,7 +43,6 @@ def page(title: str, *parts: Any, columns: Sequence[Mapping[str, Any]] = ()) -> 
 
   Args:
     title: of the window; the parts have a heading of their own.
-    parts: elements.
     columns: what colours tokens: {key, label, kind, says, scale}, see `tokens`; the first is shown at first.
   """
   script = (_FOLDER / "page.js").read_text(encoding="utf-8")

@@ -211,21 +211,6 @@ def places(metrics: Mapping[str, Column]) -> dict[str, Any]:
   return found
 
 
-def time_shares(metrics: Mapping[str, Column]) -> Chart | None:
-  """The shares of steps, evaluations and others of the time between rows; None: it is not known."""
-  prefix = "time/split/"
-  kinds = {name.removeprefix(prefix): column.finite for name, column in metrics.items() if name.startswith(prefix)}
-  if "train" not in kinds or not len(kinds["train"].steps):
-    return None
-  steps = np.unique(np.concatenate([column.steps for column in kinds.values()]))
-  spent = {kind: np.zeros(len(steps)) for kind in kinds}
-  for kind, column in kinds.items():
-    spent[kind][np.searchsorted(steps, column.steps)] = column.values
-  total = np.maximum(sum(spent.values()), 1e-9)
-  lines = [Line(kind, 0, Column(steps, values / total)) for kind, values in spent.items()]
-  return Chart("share of the time", lines, [])
-
-
 # ----------------------------------------------------------------------------------------------
 # In figures.
 

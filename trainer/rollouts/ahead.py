@@ -27,7 +27,6 @@ class Ahead:
   """Rollouts that wait for their training, made in turns with updates.
 
   Args:
-    producer: makes them.
     taken: the prompts of each step.
     num_items: prompts that there are; None: no end.
     max_staleness: updates.

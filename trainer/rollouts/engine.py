@@ -71,8 +71,6 @@ class Engine(Sampler):
   """Samples at a server; what it gives is what `Sampler` gives.
 
   Args:
-    config: the whole config.
-    model, mesh: of the policy.
     folder: for parameters that are handed over; the server must see it under the same name.
   """
 

@@ -60,7 +60,6 @@ class Episodes:
 
   Args:
     config: the whole config, of which `seq_len` and `rollout` count.
-    tokenizer: what decodes.
     prompts: where the items come from.
 
   Raises:
@@ -92,14 +91,12 @@ class Episodes:
     What is drawn follows from seed, the number of the sample in its group, and the ids before, as in `Sampler`.
 
     Args:
-      items: the prompts.
       group_size: G.
       generate: called once a turn with what goes on: `generate(prompts, samples=…, max_new_tokens=[…], stop_ids=…,
         seed=…)`, and `keep=[…]` with rollout.kept_texts, gives Completions as
         `trainer.generate.sampler.Sampler.generate` does; None ends all episodes. With rollout.turn_share < 1 it is
         called once, with `more(ended, idle)` (`trainer.generate.completion.More`), which it tells what has ended since
         the last time.
-      seed: of the draws.
     """
     in_thread = self._workers > 1 or bool(self._tools) or self._turn_share < 1 or _is_async(self._make)
     groups = [[Playing(item, sample, Calls(self._seconds, in_thread)) for sample in range(group_size)]

@@ -165,9 +165,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
   Args:
-    experience: holds the units.
     units: their numbers. The order decides only where in the batch each stands.
-    form: the format of the rows.
     keys: which of `advantages` [B, S], `behavior_logprobs`, `places` and names in `of_tokens` [B, T] to add; `places`:
       where each token stands in the experience, -1 for none.
     images: {number of a prompt: its images, uint8 [P, P, 3] each}; other prompts have none.

@@ -160,11 +160,10 @@ def _check_staleness(config: Any) -> None:
   if c.in_flight and not c.concurrent and c.schedule is None:
     raise ConfigError("rollout.in_flight is True, but nothing is sampled while updates go on. Use "
                       "--config.rollout.concurrent=True, or leave rollout.in_flight out.")
-  for key, given in (("environment", c.environment is not None), ("tools", bool(c.tools)),
-                     ("engine", c.engine is not None)):
-    if c.in_flight and given:
-      raise ConfigError(f"rollout.in_flight is True, and there is rollout.{key}: the policy can change within a "
-                        "rollout where this program samples it, and nothing answers. Leave one of them out.")
+  others = [key for key in ("environment", "tools", "engine") if c[key] not in (None, ())]
+  if c.in_flight and others:
+    raise ConfigError(f"rollout.in_flight is True, and there is rollout.{others[0]}: the policy can change within a "
+                      "rollout where this program samples it, and nothing answers. Leave one of them out.")
   if c.schedule is not None:
     schedule.read(c.schedule, c.max_staleness, c.in_flight)
   if c.carry_over:
@@ -176,11 +175,10 @@ def _check_staleness(config: Any) -> None:
     if c.replay_experts:
       raise ConfigError("rollout.carry_over and rollout.replay_experts exclude each other: what goes on in the next "
                         "rollout has experts of two policies. Leave one of them out.")
-    for key, given in (("environment", c.environment is not None), ("tools", bool(c.tools)),
-                       ("engine", c.engine is not None)):
-      if given:
-        raise ConfigError(f"rollout.carry_over is True, and there is rollout.{key}: completions can go on in the next "
-                          "rollout where this program samples them, and nothing answers them. Leave one of them out.")
+    if others:
+      raise ConfigError(f"rollout.carry_over is True, and there is rollout.{others[0]}: completions can go on in the "
+                        "next rollout where this program samples them, and nothing answers them. Leave one of them "
+                        "out.")
   if c.max_staleness and "correction" in config.strategy and config.strategy.correction == "none":
     raise ConfigError(f"rollout.max_staleness is {c.max_staleness}, but strategy.correction is 'none': completions of "
                       "an older policy would be trained on as if they were of this one. Use "

@@ -134,9 +134,6 @@ class Producer:
   """Makes rollouts.
 
   Args:
-    config: the whole config.
-    prompts: what to complete.
-    policy: what completes them.
     workdir: of the run; an engine is given parameters there.
 
   Attributes:

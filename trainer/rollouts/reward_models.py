@@ -90,7 +90,6 @@ class RewardModel:
     key: what messages call `path`.
     path: a Hugging Face folder, or a run: its workdir or a checkpoint.
     config: of the run that wants its scores.
-    mesh: that they are computed on.
 
   Attributes:
     fingerprint: of its parameters; "": not known yet.

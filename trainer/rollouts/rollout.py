@@ -43,9 +43,6 @@ class Rollouts:
   """Training data (trainer/data.py) that are sampled as they are asked for.
 
   Args:
-    config: the whole config.
-    prompts: what to complete.
-    policy: what completes them.
     share_prompts: whether completions in one row share their prompt.
     workdir: of the run, for the tables in samples/. past: what it goes on from (input_pipeline/steps.py).
 

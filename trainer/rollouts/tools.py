@@ -22,7 +22,6 @@ class ToolEnvironment:
 
   Args:
     tools: {name: function}, coroutines or not.
-    find_calls: a completion's calls.
   """
 
   def __init__(self, tools: Mapping[str, Callable], find_calls: Callable[[str], list[ToolCall]]):

@@ -30,7 +30,6 @@ class Tasks:
   Args:
     cfg: the source's config; `env` is the environment's id, `args` what it is loaded with: keyword arguments of its
       `load_environment`, or the fields of its `EnvConfig`.
-    source: its name.
 
   Raises:
     ConfigError: there is no such environment, or it compares the episodes of a group.

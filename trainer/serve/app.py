@@ -27,7 +27,6 @@ class Server:
   """What the routes answer with.
 
   Args:
-    engine: what generates.
     loaded: the model's tokenizer and the form of its prompts.
     name: of the model, as told.
     fingerprint: of its parameters.

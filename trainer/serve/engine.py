@@ -63,8 +63,6 @@ class Engine:
   """Samples for jobs in a thread of its own.
 
   Args:
-    sampler: of the model.
-    params: its parameters.
     tokenizer: for stop strings.
     kept_texts: how many answered conversations are kept, so that of one that goes on, or begins as one of them does,
       only what is new is run.

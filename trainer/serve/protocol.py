@@ -178,8 +178,6 @@ class Responses:
   Args:
     chat: whether it is one.
     model: its name. fingerprint: of its parameters.
-    asked: what it asks for.
-    prompt_ids: of its prompts.
   """
 
   def __init__(self, chat: bool, model: str, fingerprint: str, asked: Asked, prompt_ids: Sequence[np.ndarray]):

@@ -6,20 +6,14 @@ ROOT/STAGE_BEFORE. Each stage is an ordinary run in a process of its own, whose 
 a crash, or after Ctrl-C, goes on where it was. `ROOT/speedrun.json` and the table in the end hold the scores of every
 stage.
 
-    --seeds=0,1,2           three times, in ROOT/seed-0, …; the table then has means and deviations
-    --leaderboard=FILE      adds a row to that Markdown file: scores, time, machine, commit and command
-    --set=seq.total_steps=3000   changes a key of one stage (may be repeated); -- or of all: --set=optimizer.b2=0.95
-
-In the end the last model answers the file's `QUESTIONS`, or, on a terminal, talks to you.
+`--set=seq.total_steps=3000` changes a key of one stage, `--set=optimizer.b2=0.95` one of all; it may be repeated. In
+the end the last model answers the file's `QUESTIONS`, or, on a terminal, talks to you.
 """
 
 import json
-import os
-import platform
 import runpy
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +25,6 @@ from absl import app, flags
 
 from trainer import atomic
 from trainer.errors import ConfigError
-from trainer.report import record
 from trainer.report.history import last_end
 from trainer.sweep import command as sweep
 from trainer.sweep import runs as sweep_runs
@@ -152,77 +145,23 @@ def _metric(last: Mapping[str, float], name: str, stage: str) -> float:
   return last[name]
 
 
-def table(stages: Stages, runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-  """The final table, a heading and a row for each stage; of several runs, means ± standard deviations.
-
-  Args:
-    runs: for each seed, {stage: record}.
-  """
+def table(stages: Stages, records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+  """The final table, a heading and a row for each stage; `records`: of each stage."""
   columns = list(dict.fromkeys(column for stage in stages.names for column in stages.columns[stage]))
   lines = [["stage", "minutes", "steps", "tokens", *columns]]
   for stage in stages.names:
-    records = [run[stage] for run in runs]
-    cells = [_score(records, column) if column in stages.columns[stage] else "" for column in columns]
-    lines.append([stage, _spread([made["seconds"] / 60 for made in records], "{:.1f}"),
-                  f"{records[0]['steps']:,.0f}", f"{records[0]['tokens']:,.0f}", *cells])
+    made = records[stage]
+    lines.append([stage, f"{made['seconds'] / 60:.1f}", f"{made['steps']:,.0f}", f"{made['tokens']:,.0f}",
+                  *(_score(made, column) for column in columns)])
   return lines
 
 
-def _score(records: Sequence[Mapping[str, Any]], column: str) -> str:
-  """The score of a stage, with the step where that is not its last."""
-  steps = dict.fromkeys(made["score_steps"][column] for made in records if column in made.get("score_steps", {}))
-  return _spread([made["scores"][column] for made in records], "{:.4f}") + (
-      f" at step {', '.join(f'{step:,}' for step in steps)}" if steps else "")
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-  mean = form.format(statistics.fmean(values))
-  return mean if len(values) < 2 else f"{mean} ± {form.format(statistics.stdev(values))}"
-
-
-_HEADING = """# Leaderboard
-
-Speedruns, the newest last; each row was written by the command in it (`--leaderboard`). Scores are means ± standard
-deviations over seeds; they are those of the last stage that measures them.
-
-"""
-
-
-def add_to_leaderboard(file: Path, stages: Stages, runs: Sequence[Mapping[str, Mapping[str, Any]]],
-                       seeds: Sequence[str], given: Sequence[str]) -> None:
-  """Adds a row. Each config file has a table of its own, since its columns are its own."""
-  scores: dict[str, str] = {}
-  for stage in stages.names:
-    for column in stages.columns[stage]:
-      scores[column] = _score([run[stage] for run in runs], column)
-  minutes = _spread([sum(run[stage]["seconds"] for stage in stages.names) / 60 for run in runs], "{:.1f}")
-  command = shlex.join(["python", "-m", "trainer.speedrun", f"--config={stages.path}", "--workdir=DIR",
-                        *([f"--seeds={','.join(seeds)}"] if seeds else []), *(f"--set={text}" for text in given)])
-  columns = ["date", *scores, "minutes", "seeds", "machine", "commit", "command"]
-  row = [time.strftime("%Y-%m-%d"), *scores.values(), minutes, str(len(runs)), _machine(), _commit(), f"`{command}`"]
-  text = file.read_text(encoding="utf-8") if file.exists() else _HEADING
-  title = f"## {stages.path}"
-  if title not in text:
-    text += f"{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-  head, _, rest = text.partition(title)
-  mine, mark, others = rest.partition("\n## ")
-  row_text = "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-  file.write_text(f"{head}{title}{mine.rstrip()}\n{row_text}\n{mark and chr(10) + mark.lstrip() + others}",
-                  encoding="utf-8")
-
-
-def _machine() -> str:
-  """What it ran on, in a few words."""
-  import jax
-  devices = jax.devices()
-  return (f"{os.cpu_count()} CPU cores ({platform.machine()})" if devices[0].platform == "cpu" else
-          f"{len(devices)} × {devices[0].device_kind}")
-
-
-def _commit() -> str:
-  """The commit of the code, with a + where files differ from it; "unknown" outside a git checkout."""
-  found = record.git(Path(__file__).parent, Path(__file__).name)
-  return f"{found['commit'][:7]}{'+' if found['dirty'] else ''}" if found else "unknown"
+def _score(made: Mapping[str, Any], column: str) -> str:
+  """The score of a stage, with the step where that is not its last; "" where it has none."""
+  if column not in made["scores"]:
+    return ""
+  step = made.get("score_steps", {}).get(column)
+  return f"{made['scores'][column]:.4f}" + ("" if step is None else f" at step {step:,}")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -250,25 +189,11 @@ def chat(stages: Stages, workdir: Path) -> None:
     print(f"\nTalk to it: python {shlex.join(command[1:])}")
 
 
-def speedrun(stages: Stages, root: Path, seeds: Sequence[str], given: Sequence[str]) -> list[dict[str, dict]]:
-  """Runs all stages for each seed; returns {stage: record} for each."""
-  runs = []
-  for seed in seeds or [None]:
-    folder = root if seed is None else root / f"seed-{seed}"
-    more = [] if seed is None else [f"--config.seed={seed}"]
-    folder.mkdir(parents=True, exist_ok=True)
-    runs.append({stage: run_stage(stages, stage, folder, [*overrides_of(stage, stages.names, given), *more])
-                 for stage in stages.names})
-  return runs
-
-
 def _define_flags() -> None:
   """Only for the command: another program that imports this module has a --config of its own."""
   flags.DEFINE_string("config", "configs/speedrun.py", "A file with STAGES and get_config.")
   flags.DEFINE_string("workdir", None, "Folder of the stages' workdirs; the same folder goes on.", required=True)
-  flags.DEFINE_list("seeds", [], "Seeds, one whole speedrun each.")
   flags.DEFINE_multi_string("set", [], "KEY=VALUE for all stages, or STAGE.KEY=VALUE for one.")
-  flags.DEFINE_string("leaderboard", None, "Markdown file to which a row is added.")
   flags.DEFINE_bool("chat", True, "Ask the last model something in the end.")
 
 
@@ -279,14 +204,12 @@ def main(argv: list[str]) -> None:
   try:
     stages, root = Stages(given.config), Path(given.workdir).expanduser().absolute()
     check(stages, root, given.set)
-    runs = speedrun(stages, root, given.seeds, given.set)
-    _write(root / "speedrun.json", {"config": stages.path, "seeds": given.seeds, "runs": runs})
-    print(f"\n{terminal.table(table(stages, runs))}\n")
-    if given.leaderboard:
-      add_to_leaderboard(Path(given.leaderboard), stages, runs, given.seeds, given.set)
-      print(f"added to {given.leaderboard}")
+    root.mkdir(parents=True, exist_ok=True)
+    records = {stage: run_stage(stages, stage, root, overrides_of(stage, stages.names, given.set))
+               for stage in stages.names}
+    _write(root / "speedrun.json", {"config": stages.path, "stages": records})
+    print(f"\n{terminal.table(table(stages, records))}\n")
   except (ConfigError, OSError) as error:
     sys.exit(f"\n{type(error).__name__}: {error}")
   if given.chat:
-    last = root if not given.seeds else root / f"seed-{given.seeds[-1]}"
-    chat(stages, last / stages.names[-1])
+    chat(stages, root / stages.names[-1])

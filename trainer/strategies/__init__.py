@@ -7,8 +7,12 @@ A term is a `Mean(sum, weight)`: a SUM with its WEIGHT, never a mean. The object
 Σ sum / Σ weight, each Σ over every device and micro-batch of the optimizer step: the update divides once, each term by
 its own total. A weight depends on the batch alone, not on the parameters. `metrics` maps a name to a `Mean`, or to
 anything that adds up and has `to_floats` (trainer/metrics.py); sums and weights of shape [B] (one per row) are also
-reported per data source, those of terms included. `model` is a `Model` (models/api.py), whose own `losses` and
-`metrics` belong into the result; `cfg` is `config.strategy`.
+reported per data source, those of terms included.
+
+Every loss is given `model`, a `Model` (models/api.py), whose own `losses` and `metrics` belong into the result;
+`params`, a nested dict of arrays; `rng`, a key for dropout and noise, None: none (with the option `disable_dropout`
+there is none in any case); `cfg`, `config.strategy`, with the options of its record; and, where it compares the policy
+with one, `reference`, that one's parameters, not needed where the batch has `ref_logprobs`.
 
 May import: trainer.checkpoints, trainer.distributed, input_pipeline, models.
 """

@@ -33,7 +33,6 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     model: with `model.head=embedding`; of its parameters `similarity` are those that are learned of it.
     params, batch, rng: see trainer/strategies/__init__.py. A batch has segment_roles [B, S]; a micro-batch of several
       has `whole`, too, what that function gives.
-    cfg: the strategy's options (below).
 
   Returns:
     (terms, metrics), with sums and weights [B]; `pairs`, how many there are.

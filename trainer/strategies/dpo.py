@@ -25,14 +25,10 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """The losses of `cfg.loss` on the pairs of a batch; see preference.py.
 
   Args:
-    model: a `Model` (models/api.py).
-    params: nested dict of arrays.
+    model, params, rng, cfg, reference: see trainer/strategies/__init__.py.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on completion
       tokens; `segment_roles` [B, S], above 0 where that segment exists; maybe `ref_logprobs` [B, T], as
       `token_logprobs` of the reference gives.
-    rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (below).
-    reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
 
   Returns:
     (terms, metrics), with sums and weights [B].
@@ -157,7 +153,6 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
   """Refuses options of the strategy that cannot work, before any device work.
 
   Args:
-    cfg: the strategy's options.
     grad_accum_steps: micro-batches of a step.
     cfg_model: the config's `model` section; None: not looked at.
 

@@ -57,16 +57,13 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """The loss of the completions of a batch.
 
   Args:
-    model: a `Model` (models/api.py).
-    params: nested dict of arrays.
+    model, params, rng, reference: see trainer/strategies/__init__.py.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on sampled
       tokens; `segment_roles`, `advantages` [B, S]; maybe `old_logprobs` [B, T], log p_old in nats of trained tokens
       (without, and where it is NaN: log p of now, so that ρ is 1 and has the gradient of log p); maybe
       `behavior_logprobs` [B, T], log q (NaN: not known, w is 1 there); maybe `ref_logprobs` [B, T], as
       `sequences.token_logprobs` of the reference gives.
-    rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
     cfg: the strategy's options (below), none of them None that has an effect.
-    reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
 
   Returns:
     (terms, metrics): the weight of the term `loss` is trained tokens, sequences, or sequences × aggregate_length; sums

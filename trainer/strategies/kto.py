@@ -49,12 +49,8 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """KTO's loss on the completions of a batch.
 
   Args:
-    model: a `Model` (models/api.py).
-    params: nested dict of arrays.
+    model, params, rng, cfg, reference: see trainer/strategies/__init__.py.
     batch: as for dpo.loss, with `segment_roles` [B, S] of DESIRABLE, UNDESIRABLE, MISMATCHED or ABSENT.
-    rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (below).
-    reference: parameters of the reference; not needed if the batch has `ref_logprobs`.
 
   Returns:
     (terms, metrics): `loss` is a mean over completions; sums and weights [B].

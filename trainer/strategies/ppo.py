@@ -34,11 +34,9 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """The losses of policy and critic on the completions of a batch.
 
   Args:
-    model: a `critic.ActorCritic`.
-    params: nested dict of arrays, the critic's among them.
+    model, params, rng: see trainer/strategies/__init__.py; of a `critic.ActorCritic`.
     batch: as for `grpo.loss`, without `advantages`; `token_advantages`, `returns`, `old_values` [B, T], of trained
       tokens, in units of the reward (advantages: whitened, if so).
-    rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
     cfg: the strategy's options (below), none of them None that has an effect.
     reference: parameters of the reference; needed where the penalty is a term of the loss.
 

@@ -144,7 +144,6 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
   Keys are read only where they have an effect, so that the audit finds those without.
 
   Args:
-    cfg: the strategy's options, filled in.
     grad_accum_steps: micro-batches of a step; any number will do.
     cfg_model: the config's `model` section; None: not looked at.
 

@@ -126,7 +126,6 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
 
   Args:
     start: a `state.Start`.
-    program: of the run (trainer/program.py).
     datasets: training and evaluation data (`input_pipeline.reference.PackedData`).
     taught: of a strategy with teachers, what `cached_teachers.precompute` has given.
 

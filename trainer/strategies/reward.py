@@ -26,7 +26,6 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   Args:
     model, params, batch, rng: see `dpo.loss`; a batch has no log-probs, but maybe `advantages` [B, S]: of the chosen
       side its margin.
-    cfg: the strategy's options (below).
 
   Returns:
     (terms, metrics), with sums and weights [B]; metrics have TRL's names.

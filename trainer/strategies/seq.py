@@ -32,11 +32,9 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   """Weighted cross-entropy of the tokens of a batch.
 
   Args:
-    model: see models/api.py.
-    params: nested dict of arrays.
+    model, params, rng: see trainer/strategies/__init__.py.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights`, each [B, T]. `loss_weights[b, t]` weights the
       prediction of `tokens[b, t]` from position t - 1; it is 0 for the first token of a segment and for padding.
-    rng: key for dropout and noise; None: none.
     cfg: `label_smoothing` and `z_loss`, see `logprobs.cross_entropy`; and, of a model that predicts tokens further
       ahead, `mtp_weight`, see `_further_loss`.
     dft: weight each token's loss by its probability, which gets no gradient (arXiv 2508.05629, eq. 9).

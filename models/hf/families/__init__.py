@@ -79,7 +79,6 @@ def find(config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> 
 
   Args:
     config: the content of config.json.
-    where: its name in messages.
     ignored: see `Family.read`. Where vision_config is named, the text model alone is meant, if that is a family, too.
 
   Raises:

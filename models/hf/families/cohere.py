@@ -2,11 +2,9 @@
 
 from models.hf.families import common
 from models.hf.families.common import head_size
-from models.hf.families.gemma import sliding_window, write_window
 from models.hf.family import Family
-from models.hf.keys import Key, LayerTypes, Must, Rule
+from models.hf.keys import Key, LayerTypes, Must, Rule, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
-from models.hf.source import Source
 
 # ----------------------------------------------------------------------------------------------
 # Cohere (Command R, Aya 23): attention and MLP in parallel after one LayerNorm, and a factor on logits.
@@ -57,19 +55,13 @@ class WindowOrNoPositions(LayerTypes):
     return found | {"layer_pattern": tuple("nope" if kind == "global" else kind for kind in found["layer_pattern"])}
 
 
-def all_but_every_nth(source: Source, layers: int) -> tuple[str, ...]:
-  """sliding_window_pattern: every so manieth layer, the fourth where nothing is said, has no window."""
-  period = source.get("sliding_window_pattern", int, source.get("_sliding_window_pattern", int, 4))
-  return tuple("local" if (i + 1) % period else "global" for i in range(layers))
-
-
 COHERE2 = Family(
     name="cohere2",
     model_types=("cohere2",),
     architectures=("Cohere2ForCausalLM",),
     classifier=None,
     keys=(*COHERE_KEYS, DividedHeads(), Rope(), Must("use_qk_norm", False, "queries and keys have no norms"),
-          WindowOrNoPositions(sliding_window, all_but_every_nth, write_window)),
+          WindowOrNoPositions(sliding_window(4096), all_but_every_nth(4, told=True))),
     table=COHERE_TABLE,
     fixed=COHERE_FIXED,
     inert=COHERE_INERT,

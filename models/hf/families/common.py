@@ -31,32 +31,29 @@ TIED = Key("tie_word_embeddings", "tie_embeddings", bool, default=True)
 MLP_BIAS = Key("mlp_bias", "mlp_bias", bool, default=False)
 ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=False)
 
+def pair(theirs: str, ours: str, weight: str = "kernel") -> tuple[Tensor, Tensor]:
+  """The weight and the bias of a module; `weight`: what the former is called here, a kernel being [in, out]."""
+  return (Tensor(f"{theirs}.weight", f"{ours}/{weight}", transpose=weight == "kernel"),
+          Tensor(f"{theirs}.bias", f"{ours}/bias"))
+
+
 ENDS = (
     Tensor("embed_tokens.weight", "embed/embedding"),
-    Tensor("norm.weight", "final_norm/scale"),
-    Tensor("norm.bias", "final_norm/bias"),
+    *pair("norm", "final_norm", "scale"),
     Tensor("lm_head.weight", "unembed/kernel", transpose=True, prefixed=False),
 )
 ATTENTION = tuple(
-    tensor for p in "qkvo" for tensor in (
-        Tensor(f"layers.{{layer}}.self_attn.{p}_proj.weight", f"blocks/attn/{p}/kernel", transpose=True),
-        Tensor(f"layers.{{layer}}.self_attn.{p}_proj.bias", f"blocks/attn/{p}/bias"),
-    )
+    tensor for p in "qkvo" for tensor in pair(f"layers.{{layer}}.self_attn.{p}_proj", f"blocks/attn/{p}")
 )
 QK_NORMS = tuple(
     Tensor(f"layers.{{layer}}.self_attn.{p}.weight", f"blocks/attn/{p}/scale") for p in ("q_norm", "k_norm")
 )
 MLP = tuple(
-    tensor for p in ("gate", "up", "down") for tensor in (
-        Tensor(f"layers.{{layer}}.mlp.{p}_proj.weight", f"blocks/mlp/{p}/kernel", transpose=True),
-        Tensor(f"layers.{{layer}}.mlp.{p}_proj.bias", f"blocks/mlp/{p}/bias"),
-    )
+    tensor for p in ("gate", "up", "down") for tensor in pair(f"layers.{{layer}}.mlp.{p}_proj", f"blocks/mlp/{p}")
 )
 NORMS = (
-    Tensor("layers.{layer}.input_layernorm.weight", "blocks/attn_norm/scale"),
-    Tensor("layers.{layer}.input_layernorm.bias", "blocks/attn_norm/bias"),
-    Tensor("layers.{layer}.post_attention_layernorm.weight", "blocks/mlp_norm/scale"),
-    Tensor("layers.{layer}.post_attention_layernorm.bias", "blocks/mlp_norm/bias"),
+    *pair("layers.{layer}.input_layernorm", "blocks/attn_norm", "scale"),
+    *pair("layers.{layer}.post_attention_layernorm", "blocks/mlp_norm", "scale"),
 )
 # All of a Llama's.
 LLAMA = (*ENDS, *NORMS, *ATTENTION, *MLP)

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 
 from models.hf.families import common, mtp
-from models.hf.families.gemma import write_window
 from models.hf.families.qwen3_moe import EXPERTS
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, LayerTypes, Must, Rule, Same
+from models.hf.keys import Key, LayerTypes, Must, Rule, Same, sliding_window
 from models.hf.rope import Rope
 from models.hf.source import Source
 
@@ -115,9 +114,7 @@ def latent_sizes(q_rank: int, nope: int, value: int, norm_eps: float = 1e-6) -> 
 LATENT = (
     Tensor("layers.{layer}.self_attn.q_proj.weight", "blocks/attn/q/kernel", transpose=True),
     *(tensor for theirs, ours in (("q_a_proj", "q_down"), ("kv_a_proj_with_mqa", "kv_down"), ("o_proj", "o"))
-      for tensor in (
-          Tensor(f"layers.{{layer}}.self_attn.{theirs}.weight", f"blocks/attn/{ours}/kernel", transpose=True),
-          Tensor(f"layers.{{layer}}.self_attn.{theirs}.bias", f"blocks/attn/{ours}/bias"))),
+      for tensor in common.pair(f"layers.{{layer}}.self_attn.{theirs}", f"blocks/attn/{ours}")),
     *(tensor for p in ("q", "kv") for tensor in (
         Tensor(f"layers.{{layer}}.self_attn.{p}_a_layernorm.weight", f"blocks/attn/{p}_down_norm/scale"),
         Tensor(f"layers.{{layer}}.self_attn.{p}_b_proj.weight", f"blocks/attn/{p}_up/kernel", transpose=True))),
@@ -199,13 +196,9 @@ DEEPSEEK_V3 = Family(
 # ----------------------------------------------------------------------------------------------
 # dots.llm1: Qwen 3's attention, and DeepSeek V3's router and experts.
 
-def sliding_window(source: Source) -> int | None:
-  return source.get("sliding_window", int, 4096, None)
-
-
 def from_max_window_layers_on(source: Source, layers: int) -> tuple[str, ...]:
-  first = source.get("max_window_layers", int, 62, 0)
-  return tuple("local" if i >= first and sliding_window(source) else "global" for i in range(layers))
+  first, window = source.get("max_window_layers", int, 62, 0), source.get("sliding_window", int, 4096, None)
+  return tuple("local" if i >= first and window else "global" for i in range(layers))
 
 
 DOTS1 = Family(
@@ -216,7 +209,7 @@ DOTS1 = Family(
         *common.SIZES, common.HEAD_SIZE, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(),
         common.ATTENTION_BIAS,
         Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
-        LayerTypes(sliding_window, from_max_window_layers_on, write_window),
+        LayerTypes(sliding_window(4096), from_max_window_layers_on),
         Key("moe_intermediate_size", "moe.expert_size", default=1408),
         Key("n_routed_experts", "moe.num_experts", alias="num_local_experts"),
         Key("num_experts_per_tok", "moe.experts_per_token"),

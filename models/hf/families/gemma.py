@@ -2,9 +2,8 @@
 
 from models.hf.families import common
 from models.hf.family import Family, Tensor
-from models.hf.keys import GATED, Activation, Key, LayerTypes, QueryScale, WholeHeads
+from models.hf.keys import GATED, Activation, Key, LayerTypes, QueryScale, WholeHeads, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
-from models.hf.source import Source
 
 # ----------------------------------------------------------------------------------------------
 # Gemma 1: scaled embeddings, norms stored as an offset from one, a tanh-GELU gate, tied embeddings.
@@ -31,21 +30,6 @@ GEMMA = Family(
 # ----------------------------------------------------------------------------------------------
 # Gemma 2: Gemma with norms before and after each branch, capped logits, and a window in every other layer.
 
-def sliding_window(source: Source) -> int | None:
-  """sliding_window, which is 4096 where it is not said."""
-  return source.get("sliding_window", int, 4096, None)
-
-
-def every_other(source: Source, layers: int) -> tuple[str, ...]:
-  """The first layer has a window, the second none, and so on."""
-  return tuple("global" if i % 2 else "local" for i in range(layers))
-
-
-def write_window(types: tuple[str, ...], window: int | None) -> dict:
-  """The window alone."""
-  return {"sliding_window": window}
-
-
 SANDWICH = (
     Tensor("layers.{layer}.input_layernorm.weight", "blocks/attn_norm/scale"),
     Tensor("layers.{layer}.post_attention_layernorm.weight", "blocks/attn_post_norm/scale"),
@@ -62,7 +46,7 @@ GEMMA2 = Family(
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.TIED,
         WholeHeads(), Rope(), TANH_GELU, QueryScale(), common.ATTENTION_BIAS,
-        LayerTypes(sliding_window, every_other, write_window),
+        LayerTypes(sliding_window(4096), all_but_every_nth(2)),
         Key("head_dim", "head_dim", default=256),
         Key("num_key_value_heads", "num_kv_heads", default=4),
         Key("final_logit_softcapping", "final_logit_cap", float, default=30.0, null=None),
@@ -76,12 +60,6 @@ GEMMA2 = Family(
 # ----------------------------------------------------------------------------------------------
 # Gemma 3, text only: Gemma 2 with RMSNorms on queries and keys, five layers with a window for each without, and two
 # bases of rotary positions.
-
-def all_but_every_nth(source: Source, layers: int) -> tuple[str, ...]:
-  """sliding_window_pattern: every so manieth layer has no window."""
-  period = source.get("sliding_window_pattern", int, source.get("_sliding_window_pattern", int, 6))
-  return tuple("local" if (i + 1) % period else "global" for i in range(layers))
-
 
 def write_pattern(types: tuple[str, ...], window: int | None) -> dict:
   """The window, and the pattern where it is of the old form."""
@@ -99,7 +77,7 @@ GEMMA3 = Family(
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.TIED,
         WholeHeads(), Rope(theta=1e6, local_theta=1e4), TANH_GELU, QueryScale(), common.ATTENTION_BIAS,
-        LayerTypes(sliding_window, all_but_every_nth, write_pattern),
+        LayerTypes(sliding_window(4096), all_but_every_nth(6, told=True), write_pattern),
         Key("head_dim", "head_dim", default=256),
         Key("num_key_value_heads", "num_kv_heads", default=4),
         Key("final_logit_softcapping", "final_logit_cap", float, default=None, null=None),

@@ -9,18 +9,10 @@ from typing import Any
 from models.hf.errors import HFError
 from models.hf.families import common
 from models.hf.families.gemma import SANDWICH, TANH_GELU
-from models.hf.families.gemma4 import (
-  ATTENTION,
-  PER_LAYER,
-  SharedLayers,
-  SharesKeys,
-  window,
-  write_window,
-)
+from models.hf.families.gemma4 import ATTENTION, PER_LAYER, SharedLayers, SharesKeys
 from models.hf.family import Tensor
-from models.hf.keys import Key, LayerTypes, Must, Rule
+from models.hf.keys import Key, LayerTypes, Must, Rule, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
-from models.hf.source import Source
 
 
 class Widths(Rule):
@@ -83,11 +75,6 @@ class OwnEmbeddings(Rule):
             "vocab_size_per_layer_input": model["per_layer_vocab"] or model["vocab_size"]}
 
 
-def every_fifth(source: Source, layers: int) -> tuple[str, ...]:
-  """Every fifth layer has no window."""
-  return tuple("local" if (i + 1) % 5 else "global" for i in range(layers))
-
-
 ALTUP = (
     *(Tensor(f"layers.{{layer}}.altup.{theirs}.weight", f"blocks/altup/{ours}", transpose="norm" not in theirs)
       for theirs, ours in (("modality_router", "router/kernel"), ("router_norm", "norm/scale"),
@@ -119,7 +106,7 @@ GEMMA3N = SharesKeys(
         Key("num_key_value_heads", "num_kv_heads", default=2),
         Key("final_logit_softcapping", "final_logit_cap", float, default=30.0),
         Rope(theta=1e6, local_theta=1e4),
-        LayerTypes(window, every_fifth, write_window),
+        LayerTypes(sliding_window(512), all_but_every_nth(5)),
         SharedLayers("num_kv_shared_layers", "kv_shared_layers", 15),
         OwnEmbeddings(), Sparsity(), Streams(), Key("laurel_rank", "laurel_rank", default=64),
         Must("altup_active_idx", 0, "layers compute on the first stream"),

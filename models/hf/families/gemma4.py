@@ -13,7 +13,7 @@ from models.hf.families import common
 from models.hf.families.gemma import SANDWICH, TANH_GELU
 from models.hf.family import Tensor
 from models.hf.images import TextPart
-from models.hf.keys import Key, LayerTypes, Rule
+from models.hf.keys import Key, LayerTypes, Rule, sliding_window
 from models.hf.source import LARGEST, Source
 
 # What a rope_parameters of this family says where it says nothing.
@@ -159,19 +159,9 @@ class LastIsGlobal(LayerTypes):
     return found
 
 
-def window(source: Source) -> int | None:
-  """sliding_window, which is 512 where it is not said."""
-  return source.get("sliding_window", int, 512, None)
-
-
 def every_sixth(source: Source, layers: int) -> tuple[str, ...]:
   """Every sixth layer has no window, nor has the last."""
   return tuple("local" if (i + 1) % 6 and i + 1 < layers else "global" for i in range(layers))
-
-
-def write_window(types: tuple[str, ...], size: int | None) -> dict[str, Any]:
-  """The window alone."""
-  return {"sliding_window": size}
 
 
 ATTENTION = tuple(
@@ -224,7 +214,7 @@ GEMMA4 = SharesKeys(
         Key("head_dim", "head_dim", default=256),
         Key("num_key_value_heads", "num_kv_heads", default=4),
         Key("final_logit_softcapping", "final_logit_cap", float, default=None, null=None),
-        LastIsGlobal(window, every_sixth, write_window),
+        LastIsGlobal(sliding_window(512), every_sixth),
         GlobalLayers(), Ropes(),
         ExpertsBeside(),
         SharedLayers("num_kv_shared_layers", "kv_shared_layers", 0),

@@ -1,5 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere; its kernels are [in, out], as ours."""
 
+from models.hf.families import common
 from models.hf.family import Family, Tensor
 from models.hf.keys import UNGATED, Activation, Key, Must
 
@@ -29,16 +30,14 @@ GPT2 = Family(
     table=(
         Tensor("wte.weight", "embed/embedding"),
         Tensor("wpe.weight", "pos_embed/embedding"),
-        *(tensor for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")) for tensor in (
-            Tensor(f"h.{{layer}}.{theirs}.weight", f"blocks/{ours}/scale"),
-            Tensor(f"h.{{layer}}.{theirs}.bias", f"blocks/{ours}/bias"))),
+        *common.pair("h.{layer}.ln_1", "blocks/attn_norm", "scale"),
+        *common.pair("h.{layer}.ln_2", "blocks/mlp_norm", "scale"),
         Tensor("h.{layer}.attn.c_attn.weight", tuple(f"blocks/attn/{p}/kernel" for p in "qkv"), axis=1),
         Tensor("h.{layer}.attn.c_attn.bias", tuple(f"blocks/attn/{p}/bias" for p in "qkv")),
         *(tensor for theirs, ours in (("attn.c_proj", "attn/o"), ("mlp.c_fc", "mlp/up"), ("mlp.c_proj", "mlp/down"))
           for tensor in (Tensor(f"h.{{layer}}.{theirs}.weight", f"blocks/{ours}/kernel"),
                          Tensor(f"h.{{layer}}.{theirs}.bias", f"blocks/{ours}/bias"))),
-        Tensor("ln_f.weight", "final_norm/scale"),
-        Tensor("ln_f.bias", "final_norm/bias"),
+        *common.pair("ln_f", "final_norm", "scale"),
         Tensor("lm_head.weight", "unembed/kernel", transpose=True, prefixed=False),
     ),
     fixed={"norm": "layernorm", "norm_bias": True, "positions": "learned", "qkv_bias": True,

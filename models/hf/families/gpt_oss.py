@@ -1,17 +1,9 @@
 """gpt-oss: attention sinks, a window in every other layer, and experts with biases, published in MXFP4."""
 
 from models.hf.families import common
-from models.hf.families.gemma import every_other, write_window
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, LayerTypes, Must
+from models.hf.keys import Key, LayerTypes, Must, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
-from models.hf.source import Source
-
-
-def window(source: Source) -> int | None:
-  """sliding_window, which is 128 where it is not said."""
-  return source.get("sliding_window", int, 128, None)
-
 
 EXPERTS = "blocks/moe/experts"
 GPT_OSS = Family(
@@ -22,7 +14,7 @@ GPT_OSS = Family(
         *common.SIZES, common.UNTIED, Rope(theta=150000.0, scalings=("yarn",), told=True), common.RMS_EPS_5,
         Key("head_dim", "head_dim", default=64, null=common.head_size),
         Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
-        LayerTypes(window, every_other, write_window),
+        LayerTypes(sliding_window(128), all_but_every_nth(2)),
         Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=True),
         Key("intermediate_size", ("intermediate_size", "moe.expert_size"), default=2880),
         Key("num_local_experts", "moe.num_experts", default=128, alias="num_experts"),
@@ -34,8 +26,7 @@ GPT_OSS = Family(
     table=(
         *common.ENDS, *common.NORMS, *common.ATTENTION,
         Tensor("layers.{layer}.self_attn.sinks", "blocks/attn/sinks"),
-        Tensor("layers.{layer}.mlp.router.weight", "blocks/moe/router/kernel", transpose=True),
-        Tensor("layers.{layer}.mlp.router.bias", "blocks/moe/router/bias"),
+        *common.pair("layers.{layer}.mlp.router", "blocks/moe/router"),
         # Of an expert's outputs, that of the gate and that of the other take turns.
         Tensor("layers.{layer}.mlp.experts.gate_up_proj", (f"{EXPERTS}/gate/kernel", f"{EXPERTS}/up/kernel"), axis=2,
                form="alternating"),

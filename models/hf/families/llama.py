@@ -175,9 +175,8 @@ STARCODER2 = Family(
     ),
     table=(
         *common.ENDS, *common.NORMS, *common.ATTENTION,
-        *(tensor for theirs, ours in (("c_fc", "up"), ("c_proj", "down")) for tensor in (
-            Tensor(f"layers.{{layer}}.mlp.{theirs}.weight", f"blocks/mlp/{ours}/kernel", transpose=True),
-            Tensor(f"layers.{{layer}}.mlp.{theirs}.bias", f"blocks/mlp/{ours}/bias"))),
+        *common.pair("layers.{layer}.mlp.c_fc", "blocks/mlp/up"),
+        *common.pair("layers.{layer}.mlp.c_proj", "blocks/mlp/down"),
     ),
     fixed={"norm": "layernorm", "norm_bias": True},
     inert=frozenset({"mlp_type"}),

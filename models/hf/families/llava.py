@@ -1,5 +1,6 @@
 """LLaVA 1.5 and its kin: CLIP or SigLIP, two linear layers, and a causal text model of almost any family."""
 
+from models.hf.families import common
 from models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from models.hf.families.llama import ARCEE, LLAMA, NEMOTRON, PHI3, SEED_OSS, STABLELM, STARCODER2
 from models.hf.families.mistral import MISTRAL, MIXTRAL
@@ -8,7 +9,6 @@ from models.hf.families.qwen2_moe import QWEN2_MOE
 from models.hf.families.qwen3 import QWEN3
 from models.hf.families.qwen3_moe import QWEN3_MOE
 from models.hf.families.towers import CLIP, SIGLIP
-from models.hf.family import Tensor
 from models.hf.images import Wrapper
 from models.hf.keys import UNGATED, Activation, Key, Rule
 
@@ -44,10 +44,7 @@ class Tokens(Rule):
     return {"image_seq_length": model["vision.tokens_per_image"]}
 
 
-PROJECTOR = tuple(
-    tensor for theirs, ours in (("linear_1", "up"), ("linear_2", "down")) for tensor in (
-        Tensor(f"{theirs}.weight", f"projector/{ours}/kernel", transpose=True),
-        Tensor(f"{theirs}.bias", f"projector/{ours}/bias")))
+PROJECTOR = (*common.pair("linear_1", "projector/up"), *common.pair("linear_2", "projector/down"))
 LLAVA = Wrapper(
     name="llava",
     model_types=("llava",),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from models.hf.errors import HFError
 from models.hf.families import common
 from models.hf.families.deepseek import SCORES
+from models.hf.families.qwen3_moe import FUSED, ROUTER
 from models.hf.family import Family, Tensor
 from models.hf.images import TextPart
 from models.hf.keys import Key, Must, OfAllLayers, Window
@@ -106,11 +107,7 @@ MIXTRAL = Family(
         *(Tensor(f"layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{theirs}.weight",
                  f"blocks/moe/experts/{ours}/kernel", transpose=True)
           for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))),
-        # As transformers 5 has them in memory.
-        Tensor("layers.{layer}.mlp.gate.weight", "blocks/moe/router/kernel", transpose=True),
-        Tensor("layers.{layer}.mlp.experts.gate_up_proj",
-               ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
-        Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True),
+        ROUTER, *FUSED,
     ),
 )
 

@@ -93,8 +93,7 @@ TABLE = (
     *mamba("mixer"),
     *(Tensor(f"layers.{{layer}}.mixer.{p}_proj.weight", f"blocks/attn/{p}/kernel", transpose=True) for p in "qkvo"),
     *(tensor for p in ("up", "down") for tensor in (
-        Tensor(f"layers.{{layer}}.mixer.{p}_proj.weight", f"blocks/mlp/{p}/kernel", transpose=True),
-        Tensor(f"layers.{{layer}}.mixer.{p}_proj.bias", f"blocks/mlp/{p}/bias"),
+        *common.pair(f"layers.{{layer}}.mixer.{p}_proj", f"blocks/mlp/{p}"),
         Tensor(f"layers.{{layer}}.mixer.shared_experts.{p}_proj.weight", f"blocks/moe/shared/{p}/kernel",
                transpose=True),
         # As in files, then as transformers 5 has them in memory.

@@ -1,9 +1,8 @@
 """OLMo 2 and 3, and EXAONE 4."""
 
 from models.hf.families import common
-from models.hf.families.gemma import sliding_window, write_window
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, LayerTypes
+from models.hf.keys import Key, LayerTypes, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
 from models.hf.source import Source
 
@@ -34,17 +33,12 @@ OLMO2 = Family(
 # ----------------------------------------------------------------------------------------------
 # OLMo 3: OLMo 2 with a window in three of four layers, whose rotary positions are not scaled.
 
-def all_but_every_fourth(source: Source, layers: int) -> tuple[str, ...]:
-  """Every fourth layer has no window."""
-  return tuple("local" if (i + 1) % 4 else "global" for i in range(layers))
-
-
 OLMO3 = Family(
     name="olmo3",
     model_types=("olmo3",),
     architectures=("Olmo3ForCausalLM",),
     keys=(*OLMO2_KEYS, Rope(theta=5e5, local_theta=5e5, local_entry="rope_theta"),
-          LayerTypes(sliding_window, all_but_every_fourth, write_window)),
+          LayerTypes(sliding_window(4096), all_but_every_nth(4))),
     table=OLMO2_TABLE,
     fixed=OLMO2_FIXED,
 )
@@ -64,10 +58,10 @@ class WindowOrNoPositions(LayerTypes):
     return found | {"layer_pattern": tuple("nope" if kind == "global" else kind for kind in found["layer_pattern"])}
 
 
-def all_but_every_nth(source: Source, layers: int) -> tuple[str, ...] | None:
+def exaone4_kinds(source: Source, layers: int) -> tuple[str, ...] | None:
   """sliding_window_pattern: every so manieth layer has no window; of letters, versions differ on the last layer."""
   period = source.get("sliding_window_pattern", object, 4, 0)
-  if sliding_window(source) is None:
+  if source.get("sliding_window", int, 4096, None) is None:
     return ("global",) * layers
   if isinstance(period, bool) or not isinstance(period, int) or period < 1:
     return None
@@ -81,7 +75,7 @@ EXAONE4 = Family(
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.SILU, common.UNTIED, Rope(), common.RMS_EPS_5,
         Key("num_key_value_heads", "num_kv_heads", default=32),
-        WindowOrNoPositions(sliding_window, all_but_every_nth, write_window),
+        WindowOrNoPositions(sliding_window(4096), exaone4_kinds),
     ),
     table=OLMO2_TABLE,
     fixed={"norm_position": "post", "qk_norm": True},

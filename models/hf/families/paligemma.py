@@ -1,8 +1,8 @@
 """PaliGemma 1 and 2: SigLIP, a linear projector, and a Gemma 1 or 2 in which images and prompt see one another."""
 
+from models.hf.families import common
 from models.hf.families.gemma import GEMMA, GEMMA2
 from models.hf.families.towers import SIGLIP
-from models.hf.family import Tensor
 from models.hf.images import Wrapper
 from models.hf.keys import Key, Same
 
@@ -17,10 +17,7 @@ PALIGEMMA = Wrapper(
         Same("projection_dim", "hidden_size", "the projector gives what the text model takes"),
         Same("hidden_size", "hidden_size", "it is that of text_config"),
     ),
-    table=(
-        Tensor("linear.weight", "projector/linear/kernel", transpose=True),
-        Tensor("linear.bias", "projector/linear/bias"),
-    ),
+    table=common.pair("linear", "projector/linear"),
     fixed={"vision.projector": "linear", "vision.attention": "prefix"},
     both_ways=True,
     inert=frozenset({"_vocab_size", "ignore_index", "vocab_size"}),

@@ -5,6 +5,7 @@ from typing import Any
 
 from models.hf.errors import HFError
 from models.hf.families import common
+from models.hf.families.common import pair
 from models.hf.families.qwen2 import LAYERS, QWEN2
 from models.hf.family import Family, Tensor
 from models.hf.images import Tower, Wrapper
@@ -137,9 +138,6 @@ class Positions(Rule):
     found.check_all_read((), "the tower")
     return {}
 
-  def write(self, model):
-    return {}
-
 
 def tower_keys(*own: Rule, depth: int = 32, patch: int = 14) -> tuple[Rule, ...]:
   """The rules of vision_config that all these towers have, behind `own`; their classes' depth and size of patches."""
@@ -149,12 +147,6 @@ def tower_keys(*own: Rule, depth: int = 32, patch: int = 14) -> tuple[Rule, ...]
       Must("in_chans", 3, "images are red, green and blue"),
       Must("temporal_patch_size", FRAMES, "a patch has two frames"),
   )
-
-
-def pair(theirs: str, ours: str, weight: str = "kernel") -> tuple[Tensor, Tensor]:
-  """The weight and the bias of a module."""
-  return (Tensor(f"{theirs}.weight", f"{ours}/{weight}", transpose=weight == "kernel"),
-          Tensor(f"{theirs}.bias", f"{ours}/bias"))
 
 
 def tower_table(mlp: dict[str, str]) -> tuple[Tensor, ...]:

@@ -31,14 +31,18 @@ EXPERT_SIZES = (
     Key("moe_intermediate_size", ("intermediate_size", "moe.expert_size")),
     Key("norm_topk_prob", "moe.normalize_weights", bool, default=False),
 )
-EXPERTS = (
-    Tensor("layers.{layer}.mlp.gate.weight", "blocks/moe/router/kernel", transpose=True),
-    *(Tensor(f"layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj.weight", f"blocks/moe/experts/{p}/kernel",
-             transpose=True) for p in ("gate", "up", "down")),
-    # As transformers 5 has them in memory.
+ROUTER = Tensor("layers.{layer}.mlp.gate.weight", "blocks/moe/router/kernel", transpose=True)
+# As transformers 5 has them in memory.
+FUSED = (
     Tensor("layers.{layer}.mlp.experts.gate_up_proj",
            ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
     Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True),
+)
+EXPERTS = (
+    ROUTER,
+    *(Tensor(f"layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj.weight", f"blocks/moe/experts/{p}/kernel",
+             transpose=True) for p in ("gate", "up", "down")),
+    *FUSED,
 )
 
 QWEN3_MOE = Family(

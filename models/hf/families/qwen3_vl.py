@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass, replace
 
 from models.hf.families import common
-from models.hf.families.qwen2_vl import SectionedRope, Width, pair, tower_keys, tower_table, wrapper
+from models.hf.families.common import pair
+from models.hf.families.qwen2_vl import SectionedRope, Width, tower_keys, tower_table, wrapper
 from models.hf.families.qwen3 import QWEN3
 from models.hf.families.qwen3_moe import QWEN3_MOE, SPARSE
 from models.hf.family import Tensor
@@ -72,9 +73,6 @@ class Oblong(Rule):
     if hidden in (size, 2 * size):
       raise source.error("moe_intermediate_size", f"neither hidden_size, {hidden}, nor half of it: programs would take "
                          "experts for their transposes")
-    return {}
-
-  def write(self, model):
     return {}
 
 

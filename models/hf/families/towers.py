@@ -1,5 +1,6 @@
 """The vision towers of the families of images and text: SigLIP and CLIP, whose tensors have the same names."""
 
+from models.hf.families.common import pair
 from models.hf.family import Tensor
 from models.hf.images import Tower
 from models.hf.keys import UNGATED, Activation, Key, Must, Rule
@@ -31,25 +32,19 @@ def sizes(hidden: int, intermediate: int, layers: int, heads: int, patch: int, e
   )
 
 
-def pair(theirs: str, ours: str, weight: str) -> tuple[Tensor, Tensor]:
-  """The weight and the bias of a module; `weight`: our name of the weight."""
-  return (Tensor(f"{theirs}.weight", f"vision/{ours}/{weight}", transpose=weight == "kernel"),
-          Tensor(f"{theirs}.bias", f"vision/{ours}/bias"))
-
-
 TABLE = (
     Tensor("embeddings.class_embedding", "vision/cls_embed/embedding", form="row"),
     Tensor("embeddings.patch_embedding.weight", "vision/patch_embed/kernel", transpose=True, form="patches"),
     Tensor("embeddings.patch_embedding.bias", "vision/patch_embed/bias"),
     Tensor("embeddings.position_embedding.weight", "vision/pos_embed/embedding"),
-    *pair("pre_layrnorm", "pre_norm", "scale"),  # so spelt in CLIP
+    *pair("pre_layrnorm", "vision/pre_norm", "scale"),  # so spelt in CLIP
     *(tensor for theirs, ours in (("layer_norm1", "attn_norm"), ("layer_norm2", "mlp_norm"))
-      for tensor in pair(f"encoder.layers.{{layer}}.{theirs}", f"blocks/{ours}", "scale")),
+      for tensor in pair(f"encoder.layers.{{layer}}.{theirs}", f"vision/blocks/{ours}", "scale")),
     *(tensor for theirs, ours in (("self_attn.q_proj", "attn/q"), ("self_attn.k_proj", "attn/k"),
                                   ("self_attn.v_proj", "attn/v"), ("self_attn.out_proj", "attn/o"),
                                   ("mlp.fc1", "mlp/up"), ("mlp.fc2", "mlp/down"))
-      for tensor in pair(f"encoder.layers.{{layer}}.{theirs}", f"blocks/{ours}", "kernel")),
-    *pair("post_layernorm", "final_norm", "scale"),
+      for tensor in pair(f"encoder.layers.{{layer}}.{theirs}", f"vision/blocks/{ours}")),
+    *pair("post_layernorm", "vision/final_norm", "scale"),
 )
 
 SIGLIP = Tower("siglip", ("siglip_vision_model",),

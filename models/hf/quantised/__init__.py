@@ -27,7 +27,6 @@ def check(options: Mapping[str, Any], where: str) -> None:
 
   Args:
     options: `quantization_config`.
-    where: the file in messages.
 
   Raises:
     HFError: naming the method or the option.

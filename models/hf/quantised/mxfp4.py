@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.hf.quantised.slices import Packed
+from models.hf.quantised.slices import Packed, filled
 
 # By their codes: a sign, two bits of exponent, one of mantissa.
 _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
@@ -37,16 +37,15 @@ def find(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tu
 
 
 def dequantised(blocks_ExNxGx16: np.ndarray, scales_ExNxG: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-  """`whole[index]`, bfloat16; one expert at a time is in float32."""
+  """`whole[index]`, bfloat16."""
   E, N, G = scales_ExNxG.shape
-  of_experts, of_inputs, of_outputs = (
-      range(*part.indices(n)) for part, n in zip((*index, *[slice(None)] * 3), (E, G * GROUP, N), strict=False))
-  values = np.empty((len(of_experts), len(of_inputs), len(of_outputs)), ml_dtypes.bfloat16)
-  groups = slice(of_inputs.start // GROUP, -(-of_inputs.stop // GROUP))
-  outputs, skipped = slice(of_outputs.start, of_outputs.stop), groups.start * GROUP
-  for i, e in enumerate(of_experts):
-    codes = blocks_ExNxGx16[e, outputs, groups]
+
+  def make(where: tuple[int, ...], inputs: slice, outputs: slice) -> np.ndarray:
+    groups = slice(inputs.start // GROUP, -(-inputs.stop // GROUP))
+    (e,) = where
+    codes, scales = blocks_ExNxGx16[e, outputs, groups], scales_ExNxG[e, outputs, groups, None]
     both = VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:2], GROUP)
-    whole_NxK = np.ldexp(both, scales_ExNxG[e, outputs, groups, None].astype(np.int32) - BIAS).reshape(len(codes), -1)
-    values[i] = whole_NxK[:, of_inputs.start - skipped:of_inputs.stop - skipped].T
-  return values
+    whole_NxK = np.ldexp(both, scales.astype(np.int32) - BIAS).reshape(len(codes), -1)
+    return whole_NxK.T[inputs.start - groups.start * GROUP:][:inputs.stop - inputs.start]
+
+  return filled((E, G * GROUP, N), ml_dtypes.bfloat16, index, make)

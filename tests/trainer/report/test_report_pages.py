@@ -56,7 +56,7 @@ def test_nothing_in_a_workdir_acts_on_the_page(tmp_path):
   shown = made(folder)
   seen = EVIL.replace("\ud800", "?")
   assert set(shown.series()) == {"loss", seen, "tokens_seen"}
-  for section in ("notes", "samples", "data", "checks", "config", "ran"):
+  for section in ("notes", "samples", "data", "verify", "config", "ran"):
     assert (pages.visible(EVIL) if section == "samples" else seen) in shown.texts[section], section
   assert "49" not in shown.texts["notes"] and "\\x1b[31m" in shown.texts["samples"]
   assert "\x1b" not in shown.texts["samples"]
@@ -126,8 +126,8 @@ def test_files_that_hold_something_else_are_told(tmp_path, content):
     (folder / name).write_bytes(content.encode("latin1"))
   shown = made(folder)
   for name in ("config.json", "run.json", "started", "results.json"):
-    assert any(f"{name} {what}" in shown.texts["files"] for what in ("cannot be read", "holds a")), name
-  assert ("metrics.jsonl has" in shown.texts["files"]) == (content != "")
+    assert any(f"{name} {what}" in shown.texts[""] for what in ("cannot be read", "holds a")), name
+  assert ("metrics.jsonl has" in shown.texts[""]) == (content != "")
 
 
 def test_a_last_row_that_was_cut_is_left_out_without_a_word(tmp_path):
@@ -190,20 +190,13 @@ def test_what_verify_found_is_shown(tmp_path):
   assert shown.tables["Equalities"][1:] == [["PASS", "I1", "micro-batches", "1.2e-07", "1e-06", ""],
                                             ["FAIL", "I2", "meshes", "0.5", "1e-06", ""],
                                             ["SKIP", "I3", "packing", "", "1e-06", "no packing"]]
-  assert "✗ --mode=verify: 1 PASS, 1 FAIL, 1 SKIP." in shown.texts["checks"]
+  other = made(write_run(tmp_path / "other", rows()))
+  assert "It was not run in this workdir." in other.texts["verify"] and "Equalities" not in other.tables
 
 
-def test_steps_that_were_not_finite_and_damaged_checkpoints_are_told(tmp_path):
-  folder = write_run(tmp_path, rows(nonfinite_steps=2.0) + [{"step": 21, "loss": "inf"}])
-  (folder / "nonfinite").mkdir()
-  (folder / "nonfinite" / "step-3.jsonl").write_text("{}\n")
-  (folder / "checkpoints" / "7.unreadable").mkdir(parents=True)
-  shown = made(folder)
-  text = shown.pairs("checks")
-  assert "at step 20, the last written" in shown.texts[""]
-  assert "✗ 2 steps not finite, which changed nothing. What was in the batch of 1 is in nonfinite/." in text
-  assert "1 checkpoint set aside" in text and "7.unreadable" in text
-  assert "✗ The loss is not finite in 1 of 21 rows of metrics." in text
+def test_the_last_loss_is_the_last_that_is_finite(tmp_path):
+  shown = made(write_run(tmp_path, rows() + [{"step": 21, "loss": "inf"}]))
+  assert "0.15 at step 20, the last written" in shown.pairs("")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -228,6 +221,8 @@ def test_several_runs_side_by_side(tmp_path):
   assert shown.tables["Evaluations"][1] == ["val/loss", "0.5 (0.5)", "0.75 (0.25)"]
   (best,) = [of for tag, of in shown.tags if tag == "td" and of.get("class") == "best"]
   assert best and shown.tables["Runs"][2][1:3] == ["finished", "20 of 20"]
+  runs = [dict(zip(shown.tables["Runs"][0], row, strict=True)) for row in shown.tables["Runs"][1:]]
+  assert runs[0]["devices"] == "" and runs[1]["devices"] == "1 × cpu (cpu) in 1 process(es)" and runs[1]["Weft"] == "1"
   c = write_run(tmp_path / "c", [{"step": 0, "eval/val/loss": 6.5}, *rows()])
   shown_c = report_pages.read(compare.write([a, c], tmp_path / "old.html"))
   assert shown_c.tables["Evaluations"][1] == ["val/loss", "0.5 (0.5)", "6.5 at step 0 (6.5)"]

@@ -52,30 +52,23 @@ def run(file, workdir, *more):
   return tiny.run([sys.executable, "-m", "trainer.speedrun", f"--config={file}", f"--workdir={workdir}", *more])
 
 
-@pytest.mark.parametrize("seeds", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)], ids=len)
-def test_a_whole_speedrun_and_the_same_command_again(file, tmp_path, seeds):
-  board = tmp_path / "board.md"
-  given = f"--seeds={','.join(map(str, seeds))}"
-  more = [given, "--set=second.total_steps=6", f"--leaderboard={board}"]
+def test_a_whole_speedrun_and_the_same_command_again(file, tmp_path):
+  more = ["--set=seed=1", "--set=second.total_steps=6"]
   done = run(file, tmp_path / "w", *more, "--nochat")
   assert done.returncode == 0, done.stdout + done.stderr
-  runs = json.loads((tmp_path / "w" / "speedrun.json").read_text())["runs"]
-  steps = [[(stage, made["steps"]) for stage, made in one.items()] for one in runs]
-  assert steps == [[("first", 4), ("second", 6)]] * len(seeds)
+  stages = json.loads((tmp_path / "w" / "speedrun.json").read_text())["stages"]
+  assert [(stage, made["steps"]) for stage, made in stages.items()] == [("first", 4), ("second", 6)]
   # The second stage begins with what the first has left: its loss at step 0 is the first's last one.
-  rows = [json.loads(line) for line in (tmp_path / "w/seed-1/second/metrics.jsonl").read_text().splitlines()]
+  rows = [json.loads(line) for line in (tmp_path / "w/second/metrics.jsonl").read_text().splitlines()]
   assert [row["eval/val/loss"] for row in rows if row["step"] == 0 and "eval/val/loss" in row] == [
-      pytest.approx(runs[-1]["first"]["scores"]["loss"], rel=1e-6)]
-  a, b = (runs[end]["second"]["scores"]["accuracy"] for end in (0, -1))
-  shown = f"{(a + b) / 2:.4f}" + (f" ± {abs(a - b) / 2**0.5:.4f}" if len(seeds) == 2 else "")
+      pytest.approx(stages["first"]["scores"]["loss"], rel=1e-6)]
+  assert json.loads((tmp_path / "w/second/config.json").read_text())["seed"] == 1
+  shown = f"{stages['second']['scores']['accuracy']:.4f}"
   assert re.search(rf"^second .* {re.escape(shown)}$", done.stdout, re.MULTILINE)
-  row, = [line for line in board.read_text().splitlines() if line.startswith("| 2")]
-  assert shown in row and f"{given} --set=second.total_steps=6" in row and row.count("|") == 9
 
   again = run(file, tmp_path / "w", *more)
   assert again.returncode == 0, again.stdout + again.stderr
-  assert again.stdout.count("done before") == 2 * len(seeds)
-  assert board.read_text().count(shown) == 2
+  assert again.stdout.count("done before") == 2
   # Not on a terminal: the last model is asked by itself; after so few steps it may say spaces alone.
   said = again.stdout.split("prompt 0: the quick\n")[1].split("Talk to it:")[0]
   assert said.strip("\n") and "Error" not in again.stderr and "python -m trainer.generate --workdir=" in again.stdout
@@ -135,20 +128,15 @@ class Stages:
   columns = {"seq": {"bpb": "x"}, "sft": {"bpb": "x", "em": "y"}}
 
 
-def records(*scores):
+def test_the_table():
   made = dict(seconds=90.0, steps=1000, tokens=2_000_000)
-  return [{"seq": made | {"scores": {"bpb": a}}, "sft": made | {"scores": {"bpb": b, "em": c}}} for a, b, c in scores]
-
-
-def test_tables_of_one_and_of_several_seeds():
-  one = speedrun.table(Stages, records((1.5, 1.6, 0.5)))
-  assert one == [["stage", "minutes", "steps", "tokens", "bpb", "em"],
-                 ["seq", "1.5", "1,000", "2,000,000", "1.5000", ""],
-                 ["sft", "1.5", "1,000", "2,000,000", "1.6000", "0.5000"]]
-  head, seq, sft = terminal.table(one).splitlines()
+  scores = {"seq": {"bpb": 1.5}, "sft": {"bpb": 1.6, "em": 0.5}}
+  rows = speedrun.table(Stages, {stage: made | {"scores": found} for stage, found in scores.items()})
+  assert rows == [["stage", "minutes", "steps", "tokens", "bpb", "em"],
+                  ["seq", "1.5", "1,000", "2,000,000", "1.5000", ""],
+                  ["sft", "1.5", "1,000", "2,000,000", "1.6000", "0.5000"]]
+  head, seq, sft = terminal.table(rows).splitlines()
   assert len(head) == len(sft) == 48 and head.index("bpb") + 3 == len(seq)  # numbers end below their headings
-  three = speedrun.table(Stages, records((1.0, 2.0, 0.5), (2.0, 2.0, 0.5), (3.0, 2.0, 0.5)))
-  assert three[1][4:] == ["2.0000 ± 1.0000", ""] and three[2][5] == "0.5000 ± 0.0000"
 
 
 def test_a_score_that_is_not_of_the_end_names_its_step(file, tmp_path, monkeypatch):
@@ -160,26 +148,7 @@ def test_a_score_that_is_not_of_the_end_names_its_step(file, tmp_path, monkeypat
   monkeypatch.setattr(speedrun, "last_end", lambda workdir: {"how": "finished", "tokens": 7})
   stages.names, stages.columns = ["first"], {"first": {"loss": "eval/val/loss"}}
   made = speedrun.run_stage(stages, "first", tmp_path, [])
-  assert speedrun.table(stages, [{"first": made}])[1][2:] == ["5", "7", "1.5000 at step 3"]
-  speedrun.add_to_leaderboard(tmp_path / "board.md", stages, [{"first": made}], [], [])
-  assert "| 1.5000 at step 3 |" in (tmp_path / "board.md").read_text()
-
-
-def test_the_leaderboard_has_a_table_for_each_config(tmp_path):
-  file = tmp_path / "board.md"
-
-  class Others(Stages):
-    path = "configs/b.py"
-
-  for stages in (Stages, Others, Stages):
-    speedrun.add_to_leaderboard(file, stages, records((1.5, 1.6, 0.5)), [], ["a=1|2"])
-  text = file.read_text()
-  assert text.count("# Leaderboard\n") == 1
-  first, second = text.split("\n## configs/")[1:]
-  assert first.startswith("a.py") and second.startswith("b.py")
-  assert [sum(line.startswith("| 2") for line in part.splitlines()) for part in (first, second)] == [2, 1]
-  assert "`python -m trainer.speedrun --config=configs/b.py --workdir=DIR '--set=a=1\\|2'`" in second
-  assert "| 1.6000 | 0.5000 | 3.0 | 1 |" in first  # of the last stage that has it
+  assert speedrun.table(stages, {"first": made})[1][2:] == ["5", "7", "1.5000 at step 3"]
 
 
 @pytest.mark.parametrize("module", ["speedrun", "speedrun_llama"])
