@@ -1,10 +1,12 @@
 """The token cache: its content, when it is reused, rebuilt or refused, and builds that die or meet."""
 
 import errno
+import functools
 import json
 import os
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -416,3 +418,15 @@ def test_damaged_parts_are_built_again(data):
     file.write_bytes(raw)
     assert f"{name}.bin does not match its checksum" in folders_lib.find_damage(tokens.folder, cache_lib._arrays)
     assert halved(data, join=False).parts.tolist() == tokens.offsets.tolist()
+
+
+def test_of_images_each_tile_or_square_counts():
+  """Two documents of 4 and 6 tokens, whose three images have 1, 3 and 2 squares and begin at tokens 1, 4 and 8."""
+  starts = np.array([1, 4, 8])
+  images = types.SimpleNamespace(squares=np.array([1, 3, 2]), between=lambda begin, end: (
+      np.searchsorted(starts, begin), np.searchsorted(starts, end)))
+  given = types.SimpleNamespace(images=images, offsets=np.array([0, 4, 10]))
+  count = functools.partial(cache_lib.TokenizedSource.count_images, given)
+  assert count(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 0]), np.array([4, 6, 6, 2])).tolist() == [1, 5, 2, 3]
+  given.images = None
+  assert count(np.array([0, 1]), np.array([0, 0]), np.array([4, 6])).tolist() == [0, 0]

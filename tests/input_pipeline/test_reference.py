@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from input_pipeline import loader
+from input_pipeline.reference import PackedData
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.config import strategy as section
@@ -195,3 +197,11 @@ def test_only_documents_with_parts_have_them(tmp_path):
   assert data.sequences == 0 and not {"segment_roles", "ref_logprobs"} & data.batch(0).keys()
   with pytest.raises(ValueError, match="for preferences and labelled answers only"):
     data.reference("r1", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("most", [(2, 6), (6, 2)])
+def test_rows_have_places_for_the_sequences_of_any_source(most):
+  tokens = SimpleNamespace(teacher_ids=None, teachers=None, logprobs=None)
+  packed = [SimpleNamespace(sequences=count, row_images=None, tokens=tokens, advantages=False, shares_prompts=False)
+            for count in most]
+  assert PackedData(packed, 8, 0).sequences == 6

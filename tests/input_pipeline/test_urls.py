@@ -223,3 +223,15 @@ def test_a_folder_without_such_files_and_one_of_save_to_disk_are_refused(tmp_pat
     fetched(f"memory://{tmp_path.name}/d", tmp_path)
   with pytest.raises(DataError, match="has only a.csv; expected a .jsonl"):
     open_source(source(type="jsonl", path=f"memory://{tmp_path.name}/e"), "mine").fingerprint()
+
+
+@pytest.mark.parametrize("given, folder", [(None, ".cache/weft/data"), ("~/copies", "copies")])
+def test_copies_are_in_the_home_folder_where_that_is_said(given, folder, tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  file = remote.Remote("a.txt", "bucket/a.txt", "mem://bucket/a.txt", 3, "v")
+  made = []
+  monkeypatch.setattr(urls, "_listed", lambda *_: [file])
+  monkeypatch.setattr(urls, "_copy", lambda folder, file: (made.append(folder), tmp_path / "there")[1])
+  (tmp_path / "there").write_text("abc")
+  urls.fetch("memory://bucket/a.txt", "input.sources.a.path", lambda name: True, "files", given)
+  assert made == [tmp_path / folder]

@@ -140,6 +140,8 @@ def test_gemma_3_frames_its_images(tokenizer, tmp_path):
         "<start_of_turn>model\n[red<end_of_turn>]\n")
   framed = configured("plain", chat=dict(image_before="(", image_after=")"))
   assert show(encode(row, tokenizer, framed)[0], tokenizer)[0] == f"{BOS}User: see (█)!\nAssistant:[ red{EOS}]\n"
+  bare = configured("plain", projector="pool", tokens_per_image=1, chat=dict(image_before="", image_after=""))
+  assert show(encode(row, tokenizer, bare)[0], tokenizer, 1)[0] == f"{BOS}User: see █!\nAssistant:[ red{EOS}]\n"
 
 
 def test_images_without_a_place_stand_before_what_the_user_says_first(tokenizer):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import types
 
 import pytest
 
@@ -248,3 +249,12 @@ def test_columns_are_those_that_are_read():
       ({"text": "a", **beside}, {}, {"text"})):
     found = ShapeReader(mapped).columns(Record("a:1", "a:1", fields))
     assert found & set(fields) == wanted, fields
+
+
+def test_images_stay_with_two_strings():
+  """As with a text, or messages."""
+  images = types.SimpleNamespace(markers=("<image>", "<video>"))
+  reader = ShapeReader(images=images)
+  reader.images_of = lambda record: ("a picture",)
+  read = reader.read(Record("a.jsonl:7", "data/a.jsonl:7", {"prompt": "Hi", "completion": "Hello"}))
+  assert isinstance(read, Plain) and read.images == ("a picture",)

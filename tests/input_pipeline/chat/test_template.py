@@ -309,3 +309,22 @@ def test_how_arguments_are_given_depends_on_no_other_conversation():
   calls = calls_of([{"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}], "row")
   for content, shown in (("", "False"), ("a", 'f({"x":1})'), ("", "False")):
     assert template.render([{"role": "assistant", "content": content, "tool_calls": calls}]) == shown
+
+
+@pytest.mark.parametrize("source, limits, told", [
+    # Of three fields of 400 characters; a loop whose passes end before their bodies do; a comparison of texts.
+    ('{{ "{0}{0}{0}".format("x" * 400) }}', dict(characters=1199), "a text of more than 1,199 characters"),
+    ("{% for i in range(100) %}{% continue %}{{ i }}{% endfor %}", dict(steps=1000), "more than 1,000 steps"),
+    ('{% set a = "x" * 900 %}{{ a is eq(a) }}', dict(altogether=2000), "more than 2,000 characters altogether")])
+def test_what_a_template_does_is_paid_for(source, limits, told):
+  template = chat.ChatTemplate(source, limits=Limits(**limits))
+  with pytest.raises(DataError, match=told):
+    template.render(HI)
+  chat.ChatTemplate(source, limits=Limits(**{name: 10 * value for name, value in limits.items()})).render(HI)
+
+
+@pytest.mark.parametrize("source", ["{% set n = namespace(_x=1) %}", "{% set n = namespace({'_x': 1}) %}",
+                                    "{% set n = namespace() %}{% set n._x = 1 %}"])
+def test_names_of_a_namespace_do_not_begin_with_an_underscore(source):
+  with pytest.raises(DataError, match="cannot have the attribute '_x'"):
+    chat.ChatTemplate(source).render(HI)

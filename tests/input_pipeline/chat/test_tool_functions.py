@@ -81,3 +81,9 @@ def test_tools_are_found_by_their_paths():
                          ((f"{HERE}.Unit",), "a tool is a function"), ((f"{HERE}.none",), "could not be imported")):
     with pytest.raises(ConfigError, match=message):
       tool_functions.load_tools(paths, "rollout.tools")
+
+
+def test_two_tools_of_one_name_are_refused():
+  assert tool_functions.load_tools(["json.dumps"], "rollout.tools") == {"dumps": json.dumps}
+  with pytest.raises(ConfigError, match="rollout.tools: two functions have the name dumps, by which the model calls"):
+    tool_functions.load_tools(["json.dumps", "pickle.dumps"], "rollout.tools")

@@ -215,3 +215,8 @@ def test_strategies_of_ones_own_learn_texts(monkeypatch):
   config.strategy = ConfigDict(dict(name="own_module.mine"))
   assert learns_texts(config, learns(config))
   assert plain(encode(make_encoder(config, BytesTokenizer(), learns=learns(config)), text="a"))[0] == [256, 97, 257]
+
+
+def test_the_column_that_is_read_is_told_whatever_it_is_called():
+  for key in ("text", "content"):
+    assert TextEncoder(BytesTokenizer(), key, (), True).columns(record(text="a", content="b")) == {key}

@@ -77,10 +77,10 @@ def test_turns_of_a_tool_are_not_trained():
 
 
 def test_each_column_may_have_another_name():
-  row = {"q": [5], "said": [[7, 8]], "scores": [1], "of": [True], "lp": [[-1.0, -2.0]]}
+  row = {"q": [5], "said": [[7, 8]], "scores": [1], "of": [True], "lp": [[-1.0, -0.1]]}
   (found,) = encode(row, fields=(("prompt", "q"), ("responses", "said"), ("rewards", "scores"), ("masks", "of"),
                                  ("logprobs", "lp")))
-  assert found.ids.tolist() == [5, 7, 8] and found.logprobs.tolist()[1:] == [-1, -2]
+  assert found.ids.tolist() == [5, 7, 8] and found.logprobs.tolist()[1:] == [-1, np.float32(-0.1)]
 
 
 @pytest.mark.parametrize("baseline, scale, expected", [

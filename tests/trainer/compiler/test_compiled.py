@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -193,3 +194,14 @@ def test_a_message_ends_the_program_though_the_compiler_is_at_work():
   done = tiny.run([sys.executable, "-c", LEAVES])
   assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (
       130, "Interrupted while setting up: no step was taken, nothing is lost.")
+
+
+def test_work_is_timed_from_before_it_to_behind_it(monkeypatch):
+  now = [3.0]
+
+  def work():
+    now[0] += 2.5
+    return "done"
+
+  monkeypatch.setattr(compiled, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+  assert compiled._timed(work) == ("done", 2.5)

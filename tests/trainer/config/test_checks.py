@@ -216,3 +216,9 @@ def test_changing_the_strategys_name_alone_takes_its_own_options(before, after):
   resolved = checks.resolve(given).strategy.to_dict()
   assert resolved.keys() == {"name", *STRATEGIES[after].options}
   assert isinstance(resolved.get("loss"), type(STRATEGIES[after].options.get("loss")))
+
+
+def test_lists_within_lists_become_tuples_however_deep():
+  found = checks.resolve(minimal(optimizer=dict(wd_mults=[["bias$", 0.5], ["scale$", 1.0]])))
+  assert found.optimizer.wd_mults == (("bias$", 0.5), ("scale$", 1.0))
+  assert checks._as_tuple([[1, [2, (3, [4])]]]) == ((1, (2, (3, (4,)))),)

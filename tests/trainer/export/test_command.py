@@ -426,3 +426,18 @@ def test_a_run_that_saves_nothing_is_exported_from_a_checkpoint_that_is_removed_
     assert calls == [("open", "for_export"), saved, ("close",),
                      ("export", "out", ("for_export", "9"), {"dtype": "bfloat16"})]
   assert not (tmp_path / "for_export").exists()
+
+
+@pytest.mark.parametrize("mtp, layers", [(True, 2), (False, 0)])
+def test_modules_that_predict_further_ahead_are_written_unless_they_are_not_asked_for(
+    tmp_path, workdir, params, monkeypatch, mtp, layers):
+  class Told(Exception):
+    pass
+
+  def config_json(keys, *rest):
+    raise Told(keys["mtp_layers"])
+
+  monkeypatch.setattr(export.hf, "keys_of", lambda *_: {"mtp_layers": 2, "max_positions": 8})
+  monkeypatch.setattr(export.hf, "config_json", config_json)
+  with pytest.raises(Told, match=str(layers)):
+    export.export(workdir, tmp_path / "out", mtp=mtp)

@@ -59,3 +59,9 @@ def test_what_does_not_fit_is_refused(layout, images, message):
     image_tokens.of_text(layout, IDS, images, 7, "x")
   with pytest.raises(ConfigError, match="found images for 2 prompts, and 1 prompts"):
     image_tokens.shown(LAYOUT, [IDS], [[], []])
+
+
+def test_without_prefixes_all_of_a_prompt_is_its_beginning():
+  """So that its placeholders are those of images, and not tokens that the model has written."""
+  whole, = image_tokens.shown(LAYOUT, [IDS], [[image(1), image(2)]])
+  assert whole.image_index.tolist() == [0, 1, 2, 0, 3, 4, 0]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from input_pipeline.steps import PROMPTS, Past, Piece
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
 from tests.trainer.rollout_runs import (
   STOP,
@@ -322,7 +323,7 @@ class Scripted:
 @pytest.fixture
 def scripted(monkeypatch, tmp_path):
   """Makes `Rollouts` whose rollouts `Scripted` makes."""
-  def make(first=0, **changed):
+  def make(first=0, past=None, **changed):
     # Read when the policy is not there: what makes rollouts is.
     monkeypatch.setattr(rollout, "Producer", lambda *_: SimpleNamespace(
         models=SimpleNamespace(saved=dict, restore=lambda saved: None),
@@ -334,7 +335,7 @@ def scripted(monkeypatch, tmp_path):
     c = config(["a.jsonl"], "low", rollout=dict(num_prompts=2, updates=2, epochs=2) | changed.pop("rollout", {}),
                **changed)
     resolved = program_lib.resolve(c)[0]
-    made = rollout.Rollouts(resolved, prompts, policy, share_prompts=False, workdir=tmp_path)
+    made = rollout.Rollouts(resolved, prompts, policy, share_prompts=False, workdir=tmp_path, past=past)
     return made, made._ahead
 
   return make
@@ -514,3 +515,11 @@ def test_rollouts_that_teach_nothing_end_a_run_unless_it_has_learned_and_all_are
   with pytest.raises(DataError, match=re.escape(
       f"3 rollouts in a row taught nothing, from step {first} to {first + 8}{since}. Of the last: all rewards are 0.")):
     run.take(data, 1)
+
+
+def test_a_run_that_goes_on_with_other_sizes_knows_what_was_taken(scripted):
+  """Four prompts for each of three rollouts of two steps, then two for each of four."""
+  past = Past(6, 6, PROMPTS, (Piece(0, 0, 4, 2, 1),), 96)
+  data, _ = scripted(past=past)
+  assert [data.batch_range(step) for step in (0, 4, 6, 10)] == [(0, 2), (8, 2), (12, 0), (14, 0)]
+  assert sum(data.batch_range(step)[1] for step in range(14)) == 12 + 4

@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+from ml_collections import ConfigDict
 
 from input_pipeline.files import Tally
 from input_pipeline.prompt_data import make_prompt_data
@@ -108,3 +109,8 @@ def test_without_the_package(monkeypatch):
   monkeypatch.setattr(bridge, "_loaded", {})
   with pytest.raises(ConfigError, match="an environment of the package verifiers, installed beside it"):
     bridge.Tasks(source(type="x", env="sums"), "a")
+
+
+def test_arguments_of_an_environment_are_dicts_all_the_way_down():
+  found = bridge._plain(ConfigDict(dict(a=dict(b=dict(c=1)), d=[1])))
+  assert found == {"a": {"b": {"c": 1}}, "d": [1]} and type(found["a"]) is type(found["a"]["b"]) is dict

@@ -138,7 +138,7 @@ def test_other_parameters_are_those_of_what_was_asked_for_after_them(made):
   held(sampler, engine)
   before, after = Asked(2, how(temperature=0.0)), Asked(3, how(temperature=0.0))
   engine.submit(before.job)
-  swapping = threading.Thread(target=engine.swap, args=("second",))
+  swapping = threading.Thread(target=engine.swap, args=("second",), daemon=True)
   swapping.start()
   while engine._waiting.qsize() < 2:
     pass
@@ -146,6 +146,7 @@ def test_other_parameters_are_those_of_what_was_asked_for_after_them(made):
   sampler.hold.set()
   before.answer(), after.answer()
   swapping.join(10)
+  assert not swapping.is_alive()
   assert [(run["params"], [token for token, _, _ in run["asked"]]) for run in sampler.runs] == [
       ("first", [1]), ("first", [2]), ("second", [3])]
 

@@ -202,10 +202,12 @@ def test_a_pause_within_another_is_a_part_of_it(clock):
     clock[0] += 2.0
     with chrono.pause("compile"):
       clock[0] += 4.0
+    with chrono.pause("compile"):
+      clock[0] += 8.0
   row = chrono.window(1, 10)
   assert {name: value for name, value in row.items() if "split" in name} == {
-      "time/split/train": 1.0, "time/split/eval": 6.0}
-  assert {kind: spent for kind, spent in chrono.state().items() if spent} == {"train": 1.0, "eval": 6.0}
+      "time/split/train": 1.0, "time/split/eval": 14.0}
+  assert {kind: spent for kind, spent in chrono.state().items() if spent} == {"train": 1.0, "eval": 14.0}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -229,3 +231,9 @@ def test_waiting_for_data_is_counted_once_and_is_no_time_of_its_own(clock):
   assert row["goodput"] == pytest.approx(0.8)
   clock[0] -= 500.0
   assert chrono.goodput() == pytest.approx(0.8)
+
+
+def test_devices_that_share_the_cores_share_their_peak(monkeypatch):
+  monkeypatch.setattr(throughput, "measured_flops", lambda device, dtype: 8e9)
+  monkeypatch.setattr(throughput.jax, "local_device_count", lambda: 4)
+  assert throughput.peak_flops()[0] == 2e9
