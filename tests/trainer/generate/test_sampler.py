@@ -391,12 +391,12 @@ def of_table(rows=2, chunk=2, **options):
 
 
 def runs(sampler):
-  """The names of the programs that it runs from now on, in their order."""
+  """(Names of the programs that it runs from now on, their sizes), in their order."""
   names, program = [], sampler._program
 
   def noting(name, *args, **kwargs):
     made = program(name, *args, **kwargs)
-    return lambda *given: (names.append(name), made(*given))[1]
+    return lambda *given: (names.append((name, kwargs.get("sizes"))), made(*given))[1]
 
   sampler._program = noting
   return names
@@ -443,7 +443,7 @@ def test_rows_that_are_held_go_on_without_their_texts_being_run_again():
   request = Request(max_new_tokens=4, stop_ids=(2,), temperature=0.0, begun=[2, 0], held=held)
   on, fresh = collect(sampler.stream({}, [[0, 3, 1], [1]], request))
   assert on.ids.tolist() == [4, 2] and fresh.ids.tolist() == [4, 2]
-  assert names.count("prefill") == 1  # of the prompt that is new
+  assert [sizes[0] for name, sizes in names if name == "prefill"] == [1]  # of the prompt that is new
   assert held.rows is None and held.names == {}
 
 
