@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from evaluators import common
+from evaluators import loss as loss_evaluator
 from evaluators import loss as loss_lib
 from input_pipeline import loader
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
@@ -165,3 +166,13 @@ def test_of_several_sources_each_has_its_own_bytes_and_all_have_all():
       "bits_per_byte": pytest.approx(8 * bits / 35), "bits_per_byte/a": pytest.approx(6 * bits / 30),
       "bits_per_byte/b": pytest.approx(2 * bits / 5), "bits_per_byte_gzip": 2.5}
   assert found["loss"] == found["loss/b"] == 1.0 and found["accuracy/a"] == 0.5
+
+
+def test_nothing_to_evaluate_and_losses_beyond_numbers():
+  for suffix, where in (("", ""), ("_web", " in web")):
+    with pytest.raises(ValueError, match=f"^nothing to evaluate{where}: no token has a weight.$"):
+      dict(loss_evaluator._values(suffix, np.zeros(3), None))
+  found = dict(loss_evaluator._values("_web", np.array([8.0, 1.0, 4.0]), 16))
+  assert found == {"loss_web": 2.0, "perplexity_web": pytest.approx(np.exp(2)), "accuracy_web": 0.25,
+                   "bits_per_byte_web": pytest.approx(8 / np.log(2) / 16)}
+  assert np.isfinite(dict(loss_evaluator._values("", np.array([1e6, 0, 1]), None))["perplexity"])

@@ -1,12 +1,15 @@
 """Retrieval: ranks by a loop, and a run whose evaluation finds what the export would find."""
 
 import json
+import re
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from evaluators import retrieval
+from input_pipeline.examples.roles import NEGATIVE, POSITIVE, QUERY
 from tests import tiny
 from tests.trainer.strategies import test_contrastive_runs as runs
 from trainer import train
@@ -100,3 +103,47 @@ def test_other_strategies_have_no_embeddings(tmp_path):
   c = tiny.config(tiny.write_corpus(tmp_path / "texts"), evals=dict(r=evaluator(type="retrieval")))
   with pytest.raises(ConfigError, match="compares embeddings of queries and texts; strategy 'seq' learns none"):
     train(c, tmp_path / "w")
+
+
+class Table:
+  """A model whose embeddings are rows of a table, by the token at which a text ends."""
+
+  def __init__(self, table):
+    self.table = np.array(table, np.float32)
+
+  def apply(self, params, batch):
+    return SimpleNamespace(hidden=jnp.asarray(self.table)[batch["tokens"]] * params)
+
+
+def test_texts_that_are_the_same_are_one_and_queries_have_all_their_answers(monkeypatch):
+  """Two rows: query 1 is answered by 3, beside 4; query 1 again by 5, and query 2 by 4 and by 3."""
+  rows = [([1, 3, 4], [QUERY, POSITIVE, NEGATIVE]), ([1, 5, 0], [QUERY, POSITIVE, 0]),
+          ([2, 4, 3], [QUERY, POSITIVE, POSITIVE])]
+  vectors = np.eye(6)[:, :4] + np.arange(24).reshape(6, 4) / 30
+  batches = [dict(tokens=np.array([tokens]), segment_roles=np.array([of])) for tokens, of in rows]
+  asked = []
+  monkeypatch.setattr(retrieval.similarity, "embeddings", lambda hidden, batch, pooling: (
+      asked.append(pooling) or hidden))
+  monkeypatch.setattr(retrieval.similarity, "text_hashes", lambda batch: batch["tokens"][..., None])
+  monkeypatch.setattr(retrieval.common, "Examples", lambda name, cfg, setup: batches)
+  c = defaults()
+  c.strategy, c.model.head = strategy("contrastive", pooling="mean"), "embedding"
+  setup = SimpleNamespace(config=c, model=Table(vectors))
+  found = dict(retrieval.Retrieval("r", SimpleNamespace(recall_at=(1, 2)), setup).run(2.0, 5))
+  queries, texts = 2 * vectors[[1, 2]], 2 * vectors[[3, 4, 5]]
+  expected = dict(retrieval.metrics(queries, texts, [np.array([0, 2]), np.array([0, 1])], (1, 2)))
+  assert found == pytest.approx(expected) and asked == ["mean"]
+
+
+@pytest.mark.parametrize("head, name, recall, message", [
+    ("lm", "contrastive", (1,), "evals.r is of type 'retrieval', which compares embeddings of queries and texts; stra"),
+    ("embedding", "seq", (1,), "evals.r is of type 'retrieval', which compares embeddings of queries and texts; strateg"
+                               "y 'seq' learns none. Use strategy contrastive."),
+    ("embedding", "contrastive", (), "evals.r.recall_at is (); it must be numbers of 1 or more."),
+    ("embedding", "contrastive", (1, 0), "evals.r.recall_at is (1, 0); it must"),
+    ("embedding", "contrastive", (1, 2.5), "evals.r.recall_at is (1, 2.5); it must")])
+def test_what_is_no_retrieval_is_refused(head, name, recall, message):
+  c = defaults()
+  c.strategy, c.model.head = strategy(name), head
+  with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+    retrieval.Retrieval("r", SimpleNamespace(recall_at=recall), SimpleNamespace(config=c))

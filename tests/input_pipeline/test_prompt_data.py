@@ -322,3 +322,65 @@ def test_a_template_that_is_not_used_is_said(tmp_path, caplog):
   caplog.clear()
   data = make(tmp_path, TINY, configured("chatml", prompt_key="prompt"), a=numbered(2))
   assert "texts to be continued" not in caplog.text and data.item(0).content[0]["role"] == "user"
+
+
+# ---------------------------------------------------------------------------------------------- a prompt with an answer
+
+
+def prompter(template=None, tokenizer=None):
+  return Prompter(configured(template), tokenizer or BytesTokenizer())
+
+
+def answered(fields, template=None, **keys):
+  found = prompter(template, TINY if template else None).record(Record("r", "a.jsonl:3", fields), **keys)
+  return found.text, found.answer
+
+
+def test_the_answer_is_what_the_assistant_says_last():
+  talk = [user("Hi"), said("Hello"), user("Why?"), said("Because"), user("Oh"), said("")]
+  prompt, answer = answered({"messages": talk}, "chatml")
+  assert answer == "Because" and prompt.endswith("Why?<|im_end|>\n<|im_start|>assistant\n") and "Oh" not in prompt
+  assert answered({"prompt": "2+2=", "completion": "4"}) == ("2+2=", "4")
+  assert answered({"q": "2+2?", "a": 4}, prompt_key="q", answer_key="a") == ("2+2?", "4")
+  prompt, answer = answered({"q": "Hi", "a": "x"}, "chatml", prompt_key="q", answer_key="a")
+  assert (prompt, answer) == (CHAT, "x")
+
+
+@pytest.mark.parametrize("fields, template, keys, message", [
+    ({"messages": [user("Hi")]}, "chatml", {}, "the assistant answers nothing, so that there is no answer to compare"),
+    ({"messages": [said("Hello"), user("Hi")]}, "chatml", {}, "the assistant answers nothing, so that"),
+    ({"text": "a"}, None, {}, "is a text, without a prompt and an answer. Name the columns that hold them: prompt_key"),
+    ({"q": "a", "b": 1}, None, dict(prompt_key="q", answer_key="c"), "no key 'c'; found 'q', 'b'. Set prompt_key and"),
+    ({"q": ["a"], "b": 1}, None, dict(prompt_key="q", answer_key="b"), "'q' must be a string or a number, found list."),
+    ({"q": "a", "b": True}, None, dict(prompt_key="q", answer_key="b"), "'b' must be a string or a number, found bool"),
+])
+def test_records_without_an_answer_are_named(fields, template, keys, message):
+  with pytest.raises(DataError) as told:
+    answered(fields, template, **keys)
+  assert str(told.value).startswith(f"a.jsonl:3: {message}")
+
+
+def test_an_empty_prompt_begins_with_bos_or_is_refused():
+  assert prompter().text("", "here").ids.tolist() == [BytesTokenizer().bos_id]
+
+  class NoBeginning(BytesTokenizer):
+    named_tokens: dict = {}
+
+  config = configured()
+  config.tokenizer.add_bos = False
+  assert Prompter(config, BytesTokenizer()).text("", "here").ids.tolist() == [BytesTokenizer().bos_id]
+  with pytest.raises(DataError, match="^here: the prompt is empty, and there is no BOS token to start from.$"):
+    Prompter(config, NoBeginning()).text("", "here")
+  assert Prompter(config, NoBeginning()).text("a", "here").ids.tolist() == [97]
+
+
+def test_images_that_cannot_be_placed_name_the_prompt():
+  made = prompter()
+
+  class Images:
+    def place(self, text, refs):
+      raise DataError(f"{len(refs)} images for {text}")
+
+  made._images = Images()
+  with pytest.raises(DataError, match="^here: 2 images for a$"):
+    made.text("a", "here", ["x.png", "y.png"])

@@ -1,9 +1,11 @@
 """The built-in callbacks on their own; whole runs with them are in test_main.py and test_faults.py."""
 
+import contextlib
 import re
 import signal
 import types
 
+import numpy as np
 import pytest
 
 from trainer import callbacks as cb
@@ -165,3 +167,46 @@ def test_the_profile_is_of_so_many_steps_from_that_one_on(begin, monkeypatch, tm
   profiler.on_step_begin(fake_run(step=7))
   profiler.on_train_end(fake_run(step=8, state={"step": 0}))
   assert seen[-2:] == ["on", "off"]
+
+
+def test_how_far_this_process_is_is_said_to_the_others(monkeypatch):
+  said = []
+  for name in ("enter", "moved", "failed"):
+    monkeypatch.setattr(cb.liveness, name, lambda *given, name=name: said.append((name, *given)))
+  alive, run, error = cb.Alive(), fake_run(step=4), KeyError("x")
+  for call in (
+      lambda: alive.on_train_begin(run), lambda: alive.on_step_begin(run), lambda: alive.on_optimizer_step(run),
+      lambda: alive.on_step_end(run, 3, {}), lambda: alive.on_eval(run, "val", {}), lambda: alive.on_train_end(run),
+      lambda: alive.on_error(run, error)):
+    call()
+  assert said == [("enter", cb.liveness.TRAINING), ("moved", 4), ("moved", 4), ("moved", 4), ("moved",), ("moved",),
+                  ("enter", "the end of training"), ("failed", error)]
+
+
+def test_in_another_thread_signals_keep_their_handlers(monkeypatch, caplog):
+  def refuse(number, handler):
+    raise ValueError("signal only works in main thread")
+
+  monkeypatch.setattr(cb.signal, "signal", refuse)
+  preemption = cb.Preemption()
+  preemption.on_train_begin(fake_run())
+  assert preemption._previous == {}
+
+
+@pytest.mark.parametrize("offending, named", [
+    ([2], "Step 7: rows 2 of 10: "), (list(range(9)), "Step 7: rows 0, 1, 2, 3, 4, 5, 6, 7 … of 10: "),
+    ([], "Step 7: no row alone, as far as the parameters of one step later tell, so that all of them of 10: ")])
+def test_rows_that_are_not_finite_are_named_and_written(monkeypatch, tmp_path, caplog, offending, named):
+  written = []
+  rows = types.SimpleNamespace(
+      losses=lambda batch, step: (np.zeros(10), np.ones(10)), fetch=lambda batch: f"fetched {batch}",
+      offending=lambda batch, step, sums: offending, write=lambda *given: written.append(given))
+  monkeypatch.setattr(cb.rows_lib, "Rows", lambda run, paths: rows)
+  guard = object.__new__(cb.Health)
+  guard._rows, guard._paths = None, ()
+  chrono = types.SimpleNamespace(pause=lambda phase: contextlib.nullcontext())
+  run = fake_run(workdir=tmp_path, batch="b", chrono=chrono)
+  guard._name_rows(run, 7)
+  file = tmp_path / "nonfinite" / "step-7.jsonl"
+  assert caplog.records[-1].getMessage() == f"{named}{file}"
+  assert written[0][:2] == (file, "fetched b") and written[0][4] == (offending or None)

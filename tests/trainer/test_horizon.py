@@ -50,3 +50,14 @@ def test_the_data_may_end_first():
   assert said[0] == "total: 13 steps (the data end there, by input.stop; asked for: 20 steps)"
   with pytest.raises(ConfigError, match="the run has no end"):
     make(total_steps=None)
+
+
+@pytest.mark.parametrize("total, every", [(20, 2), (9, 1), (100, 10), (95, 9)])
+def test_an_evaluator_without_a_period_has_a_tenth_of_the_run(total, every):
+  horizon, _ = make(total_steps=total, evals=dict(some=evaluator(type="loss", at_start=False)))
+  assert [step for step in range(total) if "some" in horizon.evaluates(step)] == list(range(every, total, every))
+
+
+def test_what_happens_when_is_said():
+  _, said = make(ckpt_steps=0)
+  assert "log: every 5 steps" in said and any(line.startswith("ckpt: never") for line in said)

@@ -227,3 +227,24 @@ def test_new_sizes_begin_where_the_last_rollout_that_was_made_ends(rest, begin):
               config=dict(rollout=dict(updates=3, epochs=2)))
   past = position.past_of(meta)
   assert (past.step, past.begin, past.tokens) == (6, begin, 96) and past.pieces[0].parts == 3
+
+
+def test_a_checkpoint_of_its_own_that_is_damaged_is_passed_over_and_another_run_s_is_not(tmp_path, monkeypatch):
+  """The newest is damaged: the one before says where the data stand. Of one that is resumed there is none before."""
+  def read_meta(found):
+    if found.name == "9":
+      raise position.Damaged("bits")
+    return f"meta of {found.name}"
+
+  steps = [5, 9]
+  monkeypatch.setattr(position.checkpoint, "listed", lambda folder: steps)
+  monkeypatch.setattr(position.checkpoint, "find", lambda resume: tmp_path / "other" / "checkpoints" / "9")
+  monkeypatch.setattr(position.checkpoint, "read_meta", read_meta)
+  monkeypatch.setattr(position, "_needed", lambda meta: meta)
+  assert position._meta(tmp_path, "other") == "meta of 5"
+  steps[:] = [9]
+  assert position._meta(tmp_path, None) is None
+  steps.clear()
+  assert position._meta(tmp_path, None) is None
+  with pytest.raises(position.Damaged):
+    position._meta(tmp_path, "other")

@@ -258,3 +258,21 @@ def test_rows_of_a_model_with_states_are_not_split(tmp_path):
   config.model.layer_pattern = ("delta", "global")
   with pytest.raises(ConfigError, match=r"mesh\.context is 2, .*delta layers.*--config\.mesh\.context=1"):
     made(config, abstract_mesh(context=2))
+
+
+@pytest.mark.parametrize("updates, epochs, held", [(1, 1, False), (2, 1, True), (1, 2, True)])
+def test_batches_hold_older_log_probs_where_the_policy_will_have_moved(tmp_path, updates, epochs, held):
+  config = resolved(tmp_path, strategy=strategy("grpo"))
+  config.rollout.update(num_prompts=2, group_size=2, max_new_tokens=4, updates=updates, epochs=epochs)
+  model = make()
+  shapes = program_lib.abstract_batch(config, model, 4, precompute=False, share_prompts=False, sharding=None)
+  assert ("old_logprobs" in shapes) == held and shapes["tokens"].shape == (4, config.seq_len)
+
+
+def test_chunks_of_the_vocabulary_are_those_of_the_platform(tmp_path):
+  for platform, chunk in (("cpu", program_lib.spec.VOCAB_CHUNK), ("tpu", program_lib.spec.VOCAB_CHUNK_ELSEWHERE)):
+    config, _ = program_lib.resolve(tiny.config(tmp_path))
+    config.model.vocab_chunk = None
+    program_lib.settle(config, platform)
+    assert config.model.vocab_chunk == chunk
+  assert program_lib.spec.VOCAB_CHUNK != program_lib.spec.VOCAB_CHUNK_ELSEWHERE

@@ -219,3 +219,55 @@ def test_what_orbax_logs_of_an_error_is_one_line(monkeypatch):
   for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
     sys.unraisablehook(types.SimpleNamespace(exc_type=type(error), exc_value=error))
   assert [str(error) for error in printed] == ["another"]
+
+
+@pytest.mark.parametrize("error, code", [
+    (OSError("no file"), "\nOSError: no file"), (KeyboardInterrupt(), 130), (None, None)])
+def test_what_a_user_can_act_on_is_one_message(error, code):
+  ended = None
+  try:
+    with startup.one_message(OSError, KeyError):
+      if error:
+        raise error
+  except SystemExit as e:
+    ended = e.code
+  assert ended == code
+  with pytest.raises(ValueError, match="ours"), startup.one_message(OSError):
+    raise ValueError("ours")
+
+
+def test_commands_without_arguments_are_run_with_their_flags(monkeypatch):
+  done = []
+  monkeypatch.setattr(startup, "keep_compiled_programs", lambda: done.append("kept"))
+  monkeypatch.setattr(startup.flags, "FLAGS", "the flags")
+  startup.run_given(["prog"], done.append)
+  assert done == ["kept", "the flags"]
+  with pytest.raises(startup.app.UsageError, match="^unexpected arguments .'x'.; write --texts=FILE$"):
+    startup.run_given(["prog", "x"], done.append, "write --texts=FILE")
+  with pytest.raises(startup.app.UsageError, match="^unexpected arguments .'x'.$"):
+    startup.run_given(["prog", "x"], done.append)
+  assert len(done) == 2
+
+  def fails(flags):
+    raise startup.DataError("row 3")
+
+  with pytest.raises(SystemExit) as ended:
+    startup.run_given(["prog"], fails)
+  assert ended.value.code == "\nDataError: row 3"
+
+
+@pytest.mark.parametrize("platform, tunables, restarts", [
+    ("linux", None, True), ("linux", "x", False), ("darwin", None, False)])
+def test_huge_pages_are_asked_for_once(monkeypatch, platform, tunables, restarts):
+  restarted = []
+  monkeypatch.setattr(startup.sys, "platform", platform)
+  monkeypatch.setattr(startup.sys, "orig_argv", ["python", "-m", "trainer", "--x"])
+  monkeypatch.setattr(startup.os, "execv", lambda *given: restarted.append(given))
+  monkeypatch.setenv("GLIBC_TUNABLES", "")
+  monkeypatch.delenv("GLIBC_TUNABLES")
+  if tunables:
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+  for _ in range(2):
+    startup.use_huge_pages()
+  assert restarted == [(sys.executable, [sys.executable, "-m", "trainer", "--x"])] * restarts
+  assert os.environ.get("GLIBC_TUNABLES") == ("glibc.malloc.hugetlb=1" if restarts else tunables)

@@ -143,3 +143,29 @@ def test_a_stopped_run_names_the_step_of_its_evaluation(corpus, tmp_path, capsys
   said = capsys.readouterr().out
   assert "stopped by SIGTERM after step 3 of 9" in said
   assert re.search(r"eval/val/loss +\d\.\d{4}  at step 0, 3 steps before the last\n", said)
+
+
+def test_a_folder_that_cannot_be_is_told_before_anything_runs(tmp_path, monkeypatch):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ConfigError, match=f"^--workdir {tmp_path}/file is a file; give a folder, which is made if it is"):
+    workdir.prepare(None, tmp_path / "file")
+  with pytest.raises(ConfigError, match="^--workdir .*/file/below cannot be made: Not a directory. Give a folder that"):
+    workdir.prepare(None, tmp_path / "file" / "below")
+  monkeypatch.setattr(workdir.os, "access", lambda path, mode: False)
+  with pytest.raises(ConfigError, match=f"^--workdir {tmp_path}/new cannot be written to .it is read-only, or another"):
+    workdir.prepare(None, tmp_path / "new")
+
+
+@pytest.mark.parametrize("allowed, begun, refused", [
+    (False, True, True), (True, True, False), (False, False, False)])
+def test_another_config_is_refused_unless_allowed_or_nothing_is_saved(tmp_path, monkeypatch, allowed, begun, refused):
+  monkeypatch.setattr(workdir.config_checks, "differences", lambda saved, config: [f"seed: {saved['seed']} -> 4"])
+  (tmp_path / "config.json").write_text('{"seed": 3}')
+  if begun:
+    (tmp_path / "checkpoints").mkdir()
+  config = SimpleNamespace(allow_config_changes=allowed)
+  if refused:
+    with pytest.raises(ConfigError, match=f"^{tmp_path} was begun with another config:\n  seed: 3 -> 4\nUse another -"):
+      workdir.prepare(config, tmp_path)
+  else:
+    workdir.prepare(config, tmp_path)

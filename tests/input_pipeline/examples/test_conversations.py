@@ -3,11 +3,13 @@
 import doctest
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from input_pipeline.chat.builtin import TEMPLATES, template_names
+from input_pipeline.chat.schema import Plain
 from input_pipeline.examples.base import NOTHING_TO_TRAIN
 from input_pipeline.examples.conversations import ChatEncoder
 from input_pipeline.examples.prompts import Prompter
@@ -319,3 +321,28 @@ def test_the_documentation_does_what_it_says(monkeypatch):
   said = []
   doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(test, out=said.append)
   assert not said, "".join(said)
+
+
+def test_a_finder_of_turns_needs_a_template(tiny):
+  with pytest.raises(ConfigError, match="^the data has conversations, but the tokenizer has no chat template"):
+    _ = make(tiny, None).finder
+  finder = make(tiny).finder
+  assert finder.template.where and make(tiny).finder is not finder
+
+
+def test_images_of_a_text_that_cannot_be_placed_name_the_row(tiny):
+  encoder = make(tiny)
+  encoder.images, asked = SimpleNamespace(), []
+
+  def in_order(text, refs):
+    asked.append((text, refs))
+    if text == "bad":
+      raise DataError("2 markers for 1 image")
+    return refs[::-1]
+
+  encoder.images.in_order = in_order
+  assert encoder._in_order(Plain("", "p", "c", (1, 2)), "a.jsonl:3") == (2, 1)
+  assert encoder._in_order(Plain("", None, "c", (1,)), "a.jsonl:3") == (1,)
+  assert asked == [("p", (1, 2)), ("c", (1,))]
+  with pytest.raises(DataError, match="^a.jsonl:3: 2 markers for 1 image$"):
+    encoder._in_order(Plain("", "bad", "c", (1,)), "a.jsonl:3")

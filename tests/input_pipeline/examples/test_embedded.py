@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from input_pipeline.chat.image_placeholders import image_format
-from input_pipeline.examples.embedded import TextReader, TextTokens, is_text, text_tokens
+from input_pipeline.chat.schema import Plain
+from input_pipeline.examples.embedded import TextReader, TextTokens, is_text, max_length_of, text_tokens
 from input_pipeline.images.images import ImageError, ImageRef
 from input_pipeline.sources.made import png
 from input_pipeline.sources.readers import Record
@@ -236,3 +237,41 @@ def test_lists_are_one_text_or_several():
   assert is_text("a") and is_text([{"role": "user", "content": "a"}]) and is_text({"image": "a"})
   assert not is_text(["a"]) and not is_text([{"image": "a"}, {"image": "b"}]) and not is_text([])
   assert not is_text([{"messages": [{"role": "user", "content": "a"}]}])
+
+
+def test_a_video_belongs_to_a_text(tmp_path):
+  record = Record("r", "file:1", {}, tmp_path)
+  shared = [ImageRef("a.png", "file:1: images[0]", tmp_path),
+            ImageRef("a.mp4", "file:1: videos[0]", tmp_path, video=True)]
+  with pytest.raises(DataError, match='^file:1: has a video in a column of its own; here it belongs to a text: {"tex'):
+    TextReader(image_format(config_of(), BytesTokenizer())).read(record, [("query", "a")], shared)
+
+
+def test_texts_that_end_with_eos_need_one():
+  class NoEnd(BytesTokenizer):
+    eos_id = None
+
+  c = defaults().tokenizer
+  with pytest.raises(ConfigError, match="^the tokenizer has no EOS to end texts with. Name one in tokenizer_config.js"):
+    TextTokens(NoEnd(), c, 8)
+  assert TextTokens(NoEnd(), c, 8, "tokenizer").tail == ()
+  c.add_eos = False
+  assert TextTokens(NoEnd(), c, 8).tail == ()
+
+
+@pytest.mark.parametrize("seq_len, negatives, own, most", [
+    (100, 2, None, 25), (100, 0, None, 50), (7, 1, None, 2), (100, 2, 90, 90)])
+def test_texts_are_as_long_as_lets_all_of_a_row_fit(seq_len, negatives, own, most):
+  c = defaults()
+  c.seq_len, c.strategy = seq_len, strategy("contrastive", negatives=negatives, max_length=own)
+  assert max_length_of(c) == most
+
+
+@pytest.mark.parametrize("length, kept, cut", [(5, 5, False), (6, 6, False), (7, 6, True)])
+def test_only_a_text_that_is_longer_is_cut(length, kept, cut):
+  """8 tokens with BOS and EOS; of a model of text, and of one that sees images."""
+  plain = TextTokens(BytesTokenizer(), defaults().tokenizer, 8), "x" * length
+  seeing = text_tokens(config_of(max_length=8), BytesTokenizer()), Plain("", None, "x" * length)
+  for tokens, text in (plain, seeing):
+    (found,) = tokens.encode([text])
+    assert found.ids.tolist() == [BOS, *[120] * kept, EOS] and found.cut == cut

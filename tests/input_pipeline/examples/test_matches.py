@@ -8,7 +8,7 @@ import pytest
 
 from input_pipeline.examples.matches import MatchEncoder
 from input_pipeline.examples.roles import ABSENT, NEGATIVE, POSITIVE, QUERY
-from input_pipeline.images.images import Preprocess, to_pixels
+from input_pipeline.images.images import ImageError, Preprocess, to_pixels
 from input_pipeline.remarks import CUT
 from input_pipeline.sources.made import png
 from input_pipeline.sources.readers import Record
@@ -226,3 +226,14 @@ def test_a_conversation_that_cannot_be_rendered_is_refused(query, told):
 def test_conversations_without_a_template_are_a_fault_of_the_config():
   with pytest.raises(ConfigError, match="are conversations, but the tokenizer has no chat template"):
     documents(dict(query=[dict(role="user", content="q")], positive="p"))
+
+
+def test_what_is_wrong_with_a_text_names_its_row(monkeypatch):
+  made = encoder()
+  for error, said in ((DataError("no text"), "a.jsonl:7: no text"), (ImageError("a.jsonl:7: bad"), "a.jsonl:7: bad")):
+    def fails(texts, error=error):
+      raise error
+    monkeypatch.setattr(made._tokens, "encode", fails)
+    with pytest.raises(DataError) as told:
+      made.encode([Record("r", "a.jsonl:7", {"query": "q", "positive": "p"})])
+    assert str(told.value) == said

@@ -257,3 +257,26 @@ def test_the_documentation_shows_what_happens():
   result = doctest.testfile(str(ROOT / "docs" / "dpo.md"), module_relative=False,
                             optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
   assert result.attempted > 10 and result.failed == 0
+
+
+@pytest.mark.parametrize("loaded, found", [
+    (["", "bad image"], "bad image"), (["first bad", "second bad"], "first bad"), (["only bad", ""], "only bad")])
+def test_a_pair_is_dropped_with_the_image_of_either_side(loaded, found):
+  """And what is beside it keeps its own sides."""
+  encoder, given = make(), iter(["", "", *loaded, "", ""])
+  encoder._chat.load = lambda refs: next(given) or []
+  rows = records(*({"prompt": "Q", "chosen": f" {n} a", "rejected": f" {n} b"} for n in range(3)))
+  first, dropped, last = encoder.encode(rows)
+  assert dropped == found
+  for number, pair in ((0, first), (2, last)):
+    assert [trained.split() for _, trained in sides(pair)] == [
+        [str(number), f"{side}<|im_end|>"] for side in "ab"]
+
+
+def test_a_side_of_which_nothing_is_trained_names_its_row(monkeypatch):
+  encoder = make()
+  tokenize = encoder._chat.tokenize
+  monkeypatch.setattr(encoder._chat, "tokenize", lambda *given: [
+      (ids, weights * (n % 2 == 0), remarks) for n, (ids, weights, remarks) in enumerate(tokenize(*given))])
+  with pytest.raises(DataError, match="^a.jsonl:1: rejected: no token of it is trained. Remove the row.$"):
+    encoder.encode(records(PAIR))

@@ -1,5 +1,6 @@
 """Texts and rows of tokens as documents with weights; every malformed row is named with its place, key and content."""
 
+import json
 import re
 import sys
 import types
@@ -220,3 +221,71 @@ def test_strategies_of_ones_own_learn_texts(monkeypatch):
 def test_the_column_that_is_read_is_told_whatever_it_is_called():
   for key in ("text", "content"):
     assert TextEncoder(BytesTokenizer(), key, (), True).columns(record(text="a", content="b")) == {key}
+
+
+class Told:
+  """An encoder that says by which of two it was asked."""
+
+  def __init__(self, name):
+    self.fingerprint, self.asked = name, []
+
+  def encode(self, records):
+    self.asked.append([record.fields["n"] for record in records])
+    return [f"{self.fingerprint} {record.fields['n']}" for record in records]
+
+  def _said(self, record):
+    return f"{self.fingerprint} {record.fields['n']}"
+
+  texts = describe = columns = _said
+
+  def knows(self, record):
+    return "ids" in record.fields
+
+
+def test_rows_of_two_kinds_go_to_their_encoders_in_runs():
+  ours, other = Told("ids"), Told("other")
+  either = EitherEncoder(ours, other, "prefer")
+  rows = [record(n=0), record(n=1, ids=1), record(n=2, ids=1), record(n=3, ids=1, prefer=0),
+          record(n=4, ids=1, prefer=None), record(n=5)]
+  expected = ["other 0", "ids 1", "ids 2", "other 3", "ids 4", "other 5"]
+  assert either.encode(rows) == expected and ours.asked == [[1, 2], [4]] and other.asked == [[0], [3], [5]]
+  for ask in (either.texts, either.describe, either.columns):
+    assert [ask(row) for row in rows] == expected
+  assert json.loads(either.fingerprint) == ["ids", "other", "prefer"] and either.sees_images is False
+  other.sees_images = True
+  assert either.sees_images is True and EitherEncoder(ours, other).encode(rows[3:4]) == ["ids 3"]
+
+
+@pytest.mark.parametrize("mask, refused", [
+    ([1, 1, 1], False), (None, False), ([1, 1, 0], True), ([1, 1], True), ([1, 1, 1, 1], True), ("111", True),
+    ([], True), ([[1, 1, 1]], True)])
+def test_a_padded_row_is_refused(mask, refused):
+  encoder = make_encoder(defaults(), BytesTokenizer(), learns="conversations")
+  if refused:
+    fails("'attention_mask' is not 1 for each of the 3 tokens. Remove the padding from these rows", encoder,
+          input_ids=[1, 2, 3], attention_mask=mask)
+  else:
+    assert plain(encode(encoder, input_ids=[1, 2, 3], attention_mask=mask))[0] == [1, 2, 3]
+
+
+def test_each_kind_of_data_has_its_encoder(monkeypatch):
+  made = []
+
+  def of(name):
+    return lambda *given, **named: made.append((name, given[1:], named)) or name
+
+  for name in ("TokenizedEncoder", "ChatEncoder", "RoutedEncoder", "EitherEncoder"):
+    monkeypatch.setattr(examples, name, of(name))
+  config = defaults()
+  config.strategy = ConfigDict(dict(name="distill", cached_top_k=3))
+  config.chat.fields = (("input_ids", "ids"),)
+  fields = {"input_ids": "ids"}
+  assert examples.ENCODERS["taught"](config, "t") == "TokenizedEncoder"
+  assert made.pop() == ("TokenizedEncoder", (fields,), dict(top_k=3))
+  examples.ENCODERS["texts"](config, "t")
+  assert made == [("TokenizedEncoder", (fields,), dict(images=False)), ("ChatEncoder", ("t", True), {}),
+                  ("EitherEncoder", ("ChatEncoder",), {})]
+  made.clear()
+  assert examples.ENCODERS["routed"](config, "t") == "RoutedEncoder"
+  assert made[1:] == [("ChatEncoder", ("t", False), {}), ("EitherEncoder", ("ChatEncoder",), {}),
+                      ("RoutedEncoder", (config.strategy,), {})]

@@ -150,6 +150,8 @@ def test_token_ids_are_taken_as_they_are():
     (dict(prompt=None), "no prompt; its columns are"),
     (dict(messages=[USER]), "prompt and messages may each be the prompt; .*--config.rollout.prompt_key=prompt"),
     (dict(prompt=[1], responses=[[2], [3]], masks=[[1, 1], [1]]), r"masks\[0\] has 2 entries for a response of 1 "),
+    (dict(prompt=[1], responses=[[2, 4], [3]], masks=[[1, 2], [1]]), r"masks\[0\] has 2 entries for a response of 2 "),
+    (dict(masks=[True, 2]), r"masks\[1\] is 2; expected true"),
     (dict(responses=["a", [{"role": "assistant", "content": "b", "weight": 0.5}]]), "has the weight 0.5"),
 ])
 def test_rows_that_are_refused(changed, message):

@@ -109,3 +109,12 @@ def test_columns_are_those_that_are_read():
       ({"prompt": "q", "completion": "a", "label": True}, False, {"prompt", "completion", "label"})):
     found = PairReader().side_columns(record(fields | more), ("chosen", "rejected") if answers else ())
     assert found & set(fields | more) == wanted, fields
+
+
+def test_of_several_answers_the_first_of_their_usual_names_counts():
+  wrong = dict(label=True, completion="It is 4")
+  for key in ("output", "response"):
+    side, _ = PairReader().labelled(record({**ALPACA, key: "It is 3", **wrong}))
+    assert side.row.messages == [USER, YES]
+  side, _ = PairReader().labelled(record({**ALPACA, "response": "It is 4", "output": "It is 3", "label": True}))
+  assert side.row.messages == [USER, YES]

@@ -254,3 +254,21 @@ def test_options_that_are_not_allowed(given, says):
 def test_no_jax_in_what_workers_import():
   code = "import sys, input_pipeline.images.workers; sys.exit('jax' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_where_a_file_is_looked_for(tmp_path, monkeypatch):
+  """In the home folder, beside the data, or where it says; not a folder, and not what is larger than any image."""
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  for folder in ("home", "data"):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "a.bin").write_bytes(folder.encode())
+  ref = ImageRef("x", "row 3", tmp_path / "data")
+  found = {name: images._file(ref, Path(name)) for name in ("~/a.bin", "a.bin", f"{tmp_path}/home/a.bin")}
+  assert [content for content, _ in found.values()] == [b"home", b"data", b"home"]
+  assert [file for _, file in found.values()] == [tmp_path / folder / "a.bin" for folder in ("home", "data", "home")]
+  with pytest.raises(ImageError, match="^row 3: '.*/data' cannot be read: it is not a regular file. Paths are relat"):
+    images._file(ref, Path("."))
+  monkeypatch.setattr(images, "MAX_BYTES", 4)
+  with pytest.raises(ImageError, match=r"/b.bin' cannot be read: it has 5 bytes, more than any image \(4\).$"):
+    (tmp_path / "b.bin").write_bytes(b"12345")
+    images._file(ref, tmp_path / "b.bin")

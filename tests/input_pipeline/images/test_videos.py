@@ -1,8 +1,12 @@
 """Videos against the video processors of transformers: references/videos.npz comes of make_video_references.py; and
 what is refused."""
 
+import contextlib
 import io
 import json
+import re
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -227,3 +231,106 @@ def test_a_damaged_video_is_refused():
     read(data[:len(data) // 2])
   with pytest.raises(ImageError, match="frames of 48 × 32 pixels, more than input.images.max_pixels"):
     videos.read(ImageRef(data, "file:1: video", None, True), HOW, 500)
+
+
+# ----------------------------------------------------------------------------------------------
+# Files of videos, by a stand-in for PyAV with what of it is used.
+
+
+class Broken(Exception):
+  pass
+
+
+def container(frames=6, size=(4, 3), rate=5, bits=8, says=None, turned=None, fails=None, streams=1):
+  """What `av.open` gives of a file with so many frames, of which frame i is of the colour i."""
+  def picture(i):
+    pixels = np.full((size[1], size[0], 3), i, np.uint8)
+    return types.SimpleNamespace(rotation=90 if i == turned else 0, to_ndarray=lambda format: pixels)
+
+  def decode(stream):
+    for i in range(frames):
+      if i == fails:
+        raise Broken("bad data")
+      yield picture(i)
+
+  depth = types.SimpleNamespace(components=[types.SimpleNamespace(bits=bits)])
+  stream = types.SimpleNamespace(width=size[0], height=size[1], average_rate=rate, format=depth,
+                                 frames=frames if says is None else says)
+  packets = [types.SimpleNamespace(size=1)] * frames + [types.SimpleNamespace(size=0)]
+  return types.SimpleNamespace(streams=types.SimpleNamespace(video=[stream] * streams), decode=decode,
+                               demux=lambda stream: iter(packets))
+
+
+@pytest.fixture
+def av(monkeypatch):
+  """`av(…)`: the frames of a file with such contents; what was opened."""
+  opened = []
+
+  def of(max_pixels=100, **contents):
+    made = container(**contents)
+
+    @contextlib.contextmanager
+    def open_(file, format):
+      opened.append((file.read(), format))
+      yield made
+
+    package = types.ModuleType("av")
+    package.open, package.error = open_, types.SimpleNamespace(FFmpegError=Broken)
+    monkeypatch.setitem(sys.modules, "av", package)
+    return videos._container(b"data", "mp4", "row 3", max_pixels)
+  of.opened = opened
+  return of
+
+
+def test_frames_of_a_file_are_those_that_are_asked_for(av):
+  found = av()
+  assert (found.total, found.fps) == (6, 5.0)
+  assert [np.asarray(frame)[0, 0].tolist() for frame in found.take([1, 4, 5])] == [[1] * 3, [4] * 3, [5] * 3]
+  assert av.opened == [(b"data", "mp4")] * 2  # bytes and their kind: nothing else is opened
+  assert av(says=0).total == 6 and av(says=9).total == 9  # counted where the file does not say
+  assert av(rate=None).fps is None and av(rate=videos.RATES[1]).fps == videos.RATES[1]
+  assert av(rate=2 * videos.RATES[1]).fps is None and av(rate=videos.RATES[0] / 2).fps is None
+  assert av(max_pixels=12).total == 6
+
+
+@pytest.mark.parametrize("contents, message", [
+    (dict(streams=0), "row 3: mp4 without pictures, or a damaged one. Fetch it again, or set input.images.on_error='d"),
+    (dict(max_pixels=11), "row 3: frames of 4 × 3 pixels, more than input.images.max_pixels=11. Make it smaller, or r"),
+    (dict(bits=10), "row 3: 10 bits a channel; expected 8. Convert it: ffmpeg -i IN -pix_fmt yuv420p OUT."),
+    (dict(turned=2), "row 3: its frames are stored turned by 90 degrees, which is not undone here. Encode it upright:"),
+    (dict(frames=4, says=9), "row 3: says that it has 5 frames or more, and has fewer. Encode it again, or set input."),
+    (dict(fails=3), "row 3: a damaged or truncated mp4: bad data. Fetch it again, or set input.images.on_error='drop'"),
+])
+def test_files_that_cannot_be_used_are_told(av, contents, message):
+  with pytest.raises(ImageError, match=f"^{re.escape(message)}"):
+    list(av(**contents).take([1, 2, 4]))
+
+
+def test_sizes_that_cannot_be_are_told_with_their_row(monkeypatch):
+  def frame_size(frames, width, height):
+    if width > 9:
+      raise ValueError("10 × 2: too wide")
+    return 2 * width, height
+
+  how, ref = types.SimpleNamespace(frame_size=frame_size), ImageRef("v", "row 3: video")
+  monkeypatch.setattr(videos, "MOST_PIXELS", 40)
+  assert videos._size(ref, how, 5, 2, 2) == (4, 2)
+  with pytest.raises(ImageError, match="^row 3: video: 6 frames of 4 × 2 pixels are more than 40 in all. Set model.vi"):
+    videos._size(ref, how, 6, 2, 2)
+  with pytest.raises(ImageError, match="^row 3: video: frames of 10 × 2: too wide$"):
+    videos._size(ref, how, 1, 10, 2)
+
+
+def test_folders_of_frames(tmp_path):
+  ref = ImageRef("v", "row 3: video", tmp_path)
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "empty" / ".hidden").write_text("")
+  (tmp_path / "full" / "deep").mkdir(parents=True)
+  for name in ("10.png", "2.png", "a1.png", "1.png"):
+    (tmp_path / "full" / name).write_text("")
+  assert videos._folder(ref, "full") == videos._folder(ref, f"file://{tmp_path}/full") == tmp_path / "full"
+  for name in ("data:full", "no", "full/2.png", "x" * 5000, "full\0", "~nobody-of-that-name/x"):
+    assert videos._folder(ref, name) is None, name
+  assert videos._names(ref, tmp_path / "full") == ["1.png", "2.png", "10.png", "a1.png"]
+  with pytest.raises(ImageError, match=f"^row 3: video: the folder {tmp_path}/empty has no files. Put the frames of t"):
+    videos._names(ref, tmp_path / "empty")

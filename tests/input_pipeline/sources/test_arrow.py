@@ -10,6 +10,7 @@ import pytest
 
 from input_pipeline import loader
 from input_pipeline.bad_rows import BadRows, Policy
+from input_pipeline.sources import arrow
 from input_pipeline.sources.sources import open_source
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests.tiny import ROOT
@@ -151,3 +152,22 @@ def test_a_bad_row_among_good_ones_is_that_row_alone(tmp_path):
   assert [r.fields for r in opened.records(bad)] == [{"t": "a", "j": {"a": 1}}]
   assert [(where[-14:], why[:30]) for where, why in bad.first] == [
       ("row 1 (from 0)", "text that is not valid UTF-8 ("), ("row 2 (from 0)", "a column of JSON holds what is")]
+
+
+def test_a_description_that_is_none_says_what_to_do(tmp_path):
+  file = tmp_path / "state.json"
+  for text, said in (("{", "cannot be read: "), ("[1]", "is a list; expected an object. Save the dataset again.")):
+    file.write_text(text)
+    with pytest.raises(DataError, match=f"^{file}: {said}"):
+      arrow._parsed(file)
+  with pytest.raises(DataError, match="none.json: cannot be read: .* Save the dataset again with save_to_disk.$"):
+    arrow._parsed(tmp_path / "none.json")
+
+
+def test_maps_with_names_are_objects_and_others_stay_lists_of_pairs(tmp_path):
+  names = pa.array([[("a", 1), ("b", None)], None], pa.map_(pa.string(), pa.int64()))
+  numbers = pa.array([[(1, 2)], []], pa.map_(pa.int64(), pa.int64()))
+  pq.write_table(pa.table({"names": names, "numbers": numbers}), tmp_path / "a.parquet")
+  first, second = records("parquet", tmp_path / "a.parquet")
+  assert first["names"] == {"a": 1, "b": None}
+  assert first["numbers"] == [(1, 2)] and second["numbers"] == [] and second.get("names") is None

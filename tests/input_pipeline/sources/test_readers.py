@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import numpy as np
 import PIL.Image
@@ -17,7 +18,8 @@ import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from input_pipeline.examples.registry import open_examples
-from input_pipeline.sources import readers
+from input_pipeline.files import Tally
+from input_pipeline.sources import made, python, readers
 from input_pipeline.sources.readers import _from_tfds
 from input_pipeline.sources.sources import open_source
 from tests.tiny import ROOT
@@ -412,3 +414,140 @@ def test_a_bar_counts_bytes_of_files_or_records_and_needs_a_terminal(tmp_path, m
     assert bool(text) == shown
     if shown:
       assert "reading mine" in text and ("500/500" if kind == "text" else "20.0k records") in text
+
+
+def test_a_python_without_its_library_is_told(monkeypatch, tmp_path):
+  monkeypatch.setattr(python.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+  (tmp_path / "a.txt").write_text("")
+  fails(f"^source 'mine': this Python has no library sources in '{tmp_path}' .a zipped or embedded Python", type=(
+      "python_stdlib"))
+
+
+def test_functions_are_found_by_their_docstrings(monkeypatch, tmp_path):
+  monkeypatch.setattr(python.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+  (tmp_path / "m.py").write_text('def one(a):\n  """Adds one.\n\n  More.\n  """\n  return a + 1\n\n'
+                                 'class C:\n  def two(self):\n    """Says two."""\n')
+  found = {r.fields["query"]: r.fields["positive"] for r in records(type="python_docstring_matches")}
+  assert found == {"Adds one.": "def one(a):\n    return a + 1", "Says two.": "def two(self):\n    pass"}
+
+
+def test_pairs_are_the_right_answer_and_one_that_is_off(monkeypatch):
+  """By what a hash of the exercise says: of 12 draws each half errs, by one of six."""
+  found = {made._mistake(str(n)) for n in range(500)}
+  assert found == {(wrong, by) for wrong in (0, 1) for by in (-10, -2, -1, 1, 2, 10)}
+  reader = object.__new__(made.ArithmeticPairsReader)
+  for n in range(20):
+    error = made._mistake(str(n))[1]
+    assert reader.answers(str(n), 7) == {"chosen": "7", "rejected": str(7 + error)} and reader.beside({"a": "b"}) == {}
+  teacher = object.__new__(made.ArithmeticMistakesReader)
+  for n in range(20):
+    wrong, error = made._mistake(str(n))
+    assert teacher.answers(str(n), 7) == {"completion": str(7 + error if wrong else 7)}
+  assert teacher.beside({"completion": "9"}) == {"answer": "9"}
+
+
+class Tfds:
+  """A prepared dataset as far as it is asked."""
+
+  def __init__(self, folder, splits=("train",), fails=None, rows=()):
+    self.data_dir, self._fails, self._rows = folder, fails, rows
+    info = types.SimpleNamespace(filepaths=[])
+    self.info = types.SimpleNamespace(splits=dict.fromkeys(splits, info), features="features")
+
+  def as_data_source(self, split):
+    if self._fails:
+      raise self._fails
+    return self._rows
+
+
+@pytest.fixture
+def tfds(monkeypatch, tmp_path):
+  def of(builder):
+    package = types.ModuleType("tensorflow_datasets")
+    package.builder = lambda dataset, data_dir: builder
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", package)
+    cfg = source(type="tfds", dataset="news", path=str(tmp_path), dataset_split="train")
+    return readers.TfdsReader(cfg, "mine")
+  return of
+
+
+@pytest.mark.parametrize("builder, message", [
+    (dict(splits=()), "TFDS dataset 'news' is not prepared in F. Prepare it once with `tfds.builder('news', "
+                      "file_format='array_record').download_and_prepare()`."),
+    (dict(fails=ValueError("no files\nmore")), "TFDS dataset 'news' in F cannot be read: no files"),
+    (dict(fails=KeyError()), "TFDS dataset 'news' in F cannot be read: KeyError"),
+    (dict(splits=("test",)), "input.sources.mine.dataset_split='train': 'news' has the splits 'test'."),
+])
+def test_a_dataset_of_tfds_that_cannot_be_read_says_why(tfds, builder, message):
+  with pytest.raises(DataError) as told:
+    list(tfds(Tfds("F", **builder)).read(Tally()))
+  assert str(told.value) == message
+
+
+def test_rows_of_tfds_have_their_own_problems(tfds, monkeypatch):
+  def field(features, value):
+    if isinstance(value, Exception):
+      raise value
+    return {"text": f"{features} {value}"}
+
+  monkeypatch.setattr(readers, "_from_tfds", field)
+  rows = list(tfds(Tfds("F", rows=["a", ValueError("bad"), "c"])).read(Tally()))
+  assert [row.name for row in rows] == ["news/train[0]", "news/train[1]", "news/train[2]"]
+  assert [row.fields for row in rows] == [{"text": "features a"}, {}, {"text": "features c"}]
+  assert str(rows[1].problem) == "news/train[1]: cannot be read from F: ValueError: bad." and rows[2].problem is None
+  with pytest.raises(DataError, match=r"^news/train\[0\]: TFDS cannot read this dataset's features without another li"):
+    list(tfds(Tfds("F", rows=[ImportError("no librosa")])).read(Tally()))
+
+
+@pytest.mark.parametrize("named, refused", [
+    ({"features": {"a": {"pythonClassName": "mine.Feature"}}}, True),
+    ({"type": "tensorflow_datasets.core.Text"}, False),
+    ({"a": [{"json": json.dumps({"type": "os.system"})}]}, True), ({"a": {"json": "[1]", "type": "Text"}}, False)])
+def test_features_whose_code_would_be_run_are_refused(tmp_path, named, refused):
+  file = tmp_path / "features.json"
+  file.write_text(json.dumps(named))
+  if refused:
+    with pytest.raises(DataError, match=f"^{file}: names the class '(mine.Feature|os.system)', whose code would be ru"):
+      readers._check_features(file)
+  else:
+    readers._check_features(file)
+
+
+@pytest.mark.parametrize("text, is_json", [
+    ('{"a": 1}', True), (' \n{"a": 1}', True), ("[1]", False), ("{a", False), ("", False)])
+def test_what_of_arrayrecord_looks_like_json(text, is_json):
+  reader = object.__new__(readers.ArrayRecordReader)
+  reader._never_json = False
+  assert reader._looks_like_json(text) == is_json
+  reader._never_json = True
+  assert not reader._looks_like_json(text)
+
+
+def test_bytes_of_tfds_are_counted_row_by_row(tfds, monkeypatch, tmp_path):
+  monkeypatch.setattr(readers, "_from_tfds", lambda features, value: {})
+  builder, tally = Tfds(str(tmp_path), rows=["a", "b", "c", "d"]), Tally()
+  (tmp_path / "shard").write_bytes(b"x" * 10)
+  builder.info.splits["train"].filepaths.append(tmp_path / "shard")
+  tally.bytes_read, seen = 100, []
+  for _ in tfds(builder).read(tally):
+    seen.append(tally.bytes_read)
+  assert seen == [100, 102, 105, 107] and tally.bytes_read == 110
+
+
+@pytest.mark.parametrize("ink, covered, digit, caption", [
+    (313, 6, 7, "a bold, wide seven"), (312, 6, 8, "a thin, wide eight"), (313, 5, 0, "a bold, narrow zero")])
+def test_digits_are_described_by_their_ink_and_width(ink, covered, digit, caption):
+  """Bold from 313 on, wide from six columns with ink of 4 on."""
+  pixels = np.full((8, 8), 0, np.uint8)
+  pixels[:, :covered] = 3
+  pixels[0, :covered] = 4
+  rest = ink - int(pixels.sum())
+  for place in range(8 * covered):
+    row, column = divmod(place, covered)
+    more = min(rest, 16 - int(pixels[row, column]))
+    pixels[row, column] += more
+    rest -= more
+  assert rest == 0
+  reader = object.__new__(made.DigitsReader)
+  assert reader.caption(pixels, digit, "description") == caption
+  assert reader.caption(pixels, digit, "name") == {7: "a seven", 8: "an eight", 0: "a zero"}[digit]

@@ -1,11 +1,14 @@
 """Splits, limits, empty documents and the fingerprint of a source."""
 
+import datetime
+import decimal
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from input_pipeline.sources import sources
 from input_pipeline.sources.sources import open_source
 from trainer.config import source
 from trainer.errors import ConfigError, DataError
@@ -177,3 +180,30 @@ def test_fingerprint_follows_content_names_split_and_options(tmp_path):
   (tmp_path / "d.txt").write_text("")
   seen.add(fingerprint())
   assert len(seen) == 10
+
+
+@pytest.mark.parametrize("value, expected", [
+    (b"\x00\xff", "00ff"), (decimal.Decimal("1.50"), "1.50"), (datetime.date(2024, 2, 3), "2024-02-03")])
+def test_what_json_lacks_is_the_same_everywhere(value, expected):
+  assert sources._stable(value) == expected
+
+
+@pytest.mark.parametrize("total, count, kept", [
+    (3, 5, [0, 1, 2]), (5, 5, [0, 1, 2, 3, 4]), (6, 3, [1, 3, 5]), (7, 2, [3, 6]), (4, 1, [3]), (4, 0, [])])
+def test_so_many_are_taken_evenly(total, count, kept):
+  assert list(sources._evenly_spaced(iter(range(total)), total, count)) == kept
+
+
+@pytest.mark.parametrize("changed, streams, message", [
+    (dict(stream_bytes=700), True, "input.sources.mine.stream_bytes is 700, which cuts the files of a stream, but thi"),
+    (dict(stream_files=2), False, "input.sources.mine.stream_files is 2, but prompts and what evaluations read are re"),
+    (dict(stream_files=2, stream_bytes=700), False, "input.sources.mine.stream_files is 2, but prompts"),
+    (dict(stream_files=1, stream_bytes=700), True, None), (dict(), False, None)])
+def test_streams_and_their_parts(tmp_path, changed, streams, message):
+  (tmp_path / "a.jsonl").write_text("{}\n")
+  cfg = source(type="jsonl", path=str(tmp_path), **changed)
+  if message is None:
+    open_source(cfg, "mine", streams=streams)
+  else:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+      open_source(cfg, "mine", streams=streams)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import ring
+from models.attention import mask, ring
 from tests.models.attention.common import attention
 from tests.pairwise import covering
 from trainer.distributed import mesh as mesh_lib
@@ -135,3 +135,19 @@ def test_every_device_has_the_same_work():
     jaxpr = str(jax.make_jaxpr(functools.partial(attention, segment_ids=SEGMENTS, scale=1.0))(Q, KEYS, VALUES))
   # Three products of its own and two in each of the 7 steps, each of scores and of values.
   assert jaxpr.count("dot_general[") == 2 * (3 + 2) and "length=7" in jaxpr
+
+
+def test_what_is_cut_into_steps_is_joined_again():
+  x = jnp.arange(2 * 6 * 3).reshape(2, 6, 3)
+  cut = ring._cut(x, 1, 3)
+  assert cut.shape == (3, 2, 2, 3)
+  np.testing.assert_array_equal(cut[1], x[:, 2:4])
+  np.testing.assert_array_equal(ring._join(cut, 1), x)
+
+
+def test_chunks_of_a_cache_are_those_of_its_queries():
+  """Of segment 1, with chunks of 4 of a row of 12; keys of a cache may be anywhere in a text."""
+  tokens = mask.TokenIds(jnp.ones((1, 12), int))
+  positions = jnp.arange(12)[None]
+  np.testing.assert_array_equal(tokens.in_chunks(positions, 4).chunks, tokens.chunks_of(positions, 4))
+  assert len(set(tokens.chunks_of(jnp.array([[0, 3, 4, 8, 11]]), 4)[0].tolist())) == 3

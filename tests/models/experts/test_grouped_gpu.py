@@ -95,3 +95,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(kind):
     compiled = jax.jit(all_of).lower(shaped(M, K), shaped(E, K, N), shaped(M, N), shaped(M // block, dtype=jnp.int32),
                                      shaped(E, dtype=jnp.int32)).compile()
   assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+
+
+@pytest.mark.parametrize("size, most, found", [(96, 64, 32), (128, 64, 64), (64, 64, 64), (7, 64, 1), (12, 2, 2)])
+def test_blocks_divide_sizes_by_powers_of_two(size, most, found):
+  assert grouped_gpu._divisor(size, most) == found

@@ -109,3 +109,41 @@ def test_with_transformers(tmp_path):
   other = check.theirs(folder, tokens, sys.executable, tmp_path)
   text, agree = check.report(mine, other, 1e-4)
   assert not agree and text.splitlines()[-1].startswith("They part in layer 0")
+
+
+def test_the_other_program_is_asked_and_its_last_words_are_told(tmp_path, monkeypatch):
+  asked = []
+
+  def run(command, capture_output, text):
+    asked.append([str(part) for part in command])
+    np.savez(tmp_path / "theirs.npz", logits=np.ones(2))
+    return subprocess.CompletedProcess(command, code, "", "\n".join(f"line {n}" for n in range(8)))
+
+  monkeypatch.setattr(check.subprocess, "run", run)
+  monkeypatch.setattr(check, "_gradients", lambda folder: {f"gradient of {folder.name}": 7})
+  code, tokens = 0, np.arange(6, dtype=np.int32).reshape(2, 3)
+  found = check.theirs("folder", tokens, "a/python", tmp_path)
+  assert found.keys() == {"logits", "gradient of theirs"} and found["logits"].tolist() == [1, 1]
+  assert asked == [["a/python", str(check.PEER), "folder", str(tmp_path / "tokens.npy"), str(tmp_path / "theirs")]]
+  np.testing.assert_array_equal(np.load(tmp_path / "tokens.npy"), tokens)
+  code = 1
+  with pytest.raises(hf.HFError) as told:
+    check.theirs("folder", tokens, "a/python", tmp_path)
+  assert str(told.value) == ("a/python check_peer.py failed; it needs torch and transformers (--peer). It said:\n"
+                             "line 3\nline 4\nline 5\nline 6\nline 7")
+
+
+def test_models_of_images_and_errors_are_told(monkeypatch, tmp_path):
+  class Model:
+    class spec:
+      vision = object()
+
+  monkeypatch.setattr(check.hf, "load", lambda *given, **named: (Model, {}))
+  monkeypatch.setattr(check, "ignored", lambda folder: ())
+  with pytest.raises(hf.HFError, match="^folder is a model of images; what is compared is text alone.$"):
+    check.ours("folder", np.zeros((1, 2), np.int32), tmp_path)
+  monkeypatch.setattr(check.hf, "architecture", lambda *given: (None, {"vocab_size": 5}, ["a note"]))
+  monkeypatch.setattr(sys, "argv", ["check", "folder"])
+  with pytest.raises(SystemExit) as ended:
+    check.main()
+  assert ended.value.code == "HFError: folder is a model of images; what is compared is text alone."

@@ -16,7 +16,9 @@ from models import api, hf
 from models.hf import families
 from models.hf.canonical import NEUTRAL, canonical
 from models.hf.errors import HFError
+from models.hf.families import mtp, qwen2_5_vl, smolvlm
 from models.hf.family import Family, Tensor
+from models.hf.source import Source
 from models.spec import ARCHITECTURE_KEYS
 from trainer import tree as tree_lib
 
@@ -461,3 +463,53 @@ def test_key_value_heads_of_global_layers_count_where_their_values_are_keys():
   heads = [families.GEMMA4.read(content | {"attention_k_eq_v": of_keys}, "config.json")["global_attention.num_kv_heads"]
            for of_keys in (True, False)]
   assert heads == [1, 2]
+
+
+# ----------------------------------------------------------------------------------------------
+# What single entries of a config.json must be.
+
+
+@pytest.mark.parametrize("rule, content, model, found", [
+    (qwen2_5_vl.Seconds, {}, {}, {"vision.video.tokens_per_second": 4.0}),
+    (qwen2_5_vl.Seconds, {"tokens_per_second": 2}, {}, {"vision.video.tokens_per_second": 2.0}),
+    (qwen2_5_vl.Seconds, {"tokens_per_second": 0}, {}, "tokens_per_second"),
+    (qwen2_5_vl.Seconds, {"tokens_per_second": -1.5}, {}, "tokens_per_second"),
+    (smolvlm.Places, {}, {"vision.image_size": 64, "vision.patch_size": 16}, {}),
+    (smolvlm.Scale, {"scale_factor": 0}, {"vision.image_size": 64, "vision.patch_size": 16}, "scale_factor"),
+    (smolvlm.Scale, {"scale_factor": 3}, {"vision.image_size": 64, "vision.patch_size": 16}, "scale_factor"),
+], ids=lambda x: getattr(x, "__name__", None))
+def test_entries_with_a_rule_of_their_own(rule, content, model, found):
+  source = Source(content, "config.json")
+  if isinstance(found, str):
+    with pytest.raises(HFError, match=f"^config.json: {found} is "):
+      rule().read(source, model)
+  else:
+    assert rule().read(source, model) == found
+
+
+def test_positions_that_rounding_moves_are_refused():
+  """Of all grids up to 64 a side, those in which a patch reads its neighbour's entry, by fractions in float32."""
+  moved = []
+  for side in range(1, 65):
+    edges = np.linspace(0, 1, side + 1)[1:-1].astype(np.float32)  # as exact as float32 is
+    places = [int(np.sum(edges <= np.float32(i) * np.float32(1 / side))) for i in range(side)]
+    model = {"vision.image_size": 4 * side, "vision.patch_size": 4}
+    try:
+      assert smolvlm.Places().read(Source({}, "config.json"), model) == {}
+    except HFError as e:
+      assert str(e).startswith("config.json: image_size is ") and f"are not {side} a side" in str(e)
+      moved.append((side, places != list(range(side))))
+  assert moved
+
+
+def test_no_more_layers_ahead_are_written_than_there_are_names_for():
+  rule = mtp.Modules("modules", "layers", most=2)
+  assert [rule.write({"mtp_layers": count}) for count in (0, 2)] == [{"modules": 0}, {"modules": 2}]
+  assert mtp.Modules("modules", always=False).write({"mtp_layers": 0}) == {}
+  with pytest.raises(HFError, match="^model.mtp_layers is 3; folders of this family have names for at most 2$"):
+    rule.write({"mtp_layers": 3})
+  read = [rule.read(Source(content, "c"), {}) for content in ({}, {"layers": 1}, {"modules": 2, "layers": 1})]
+  assert [found["mtp_layers"] for found in read] == [0, 1, 2]
+  for wrong in (3, -1, True, 1.0):
+    with pytest.raises(HFError, match="^c: layers is .*a whole number from 0 to 2"):
+      rule.read(Source({"layers": wrong}, "c"), {})

@@ -270,3 +270,19 @@ def test_a_failed_write_leaves_the_old_model(tmp_path):
     files.write_tensors(tmp_path, layout(TENSORS), fails, 50)
   assert [p.name for p in tmp_path.iterdir()] == [files.SINGLE]
   assert (tmp_path / files.SINGLE).read_bytes() == before
+
+
+def test_a_tensor_that_is_not_as_announced_leaves_no_file(tmp_path):
+  announced = (2,), np.dtype("float32")
+  for made in (np.zeros(3, np.float32), np.zeros(2)):
+    with pytest.raises(ValueError, match=r"^a became float(32\(3,\)|64\(2,\)), announced: float32\(2,\)$"):
+      files.write_tensors(tmp_path / "out", {"a": announced}, lambda name, made=made: made, 1000)
+  assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_parts_of_a_quantised_matrix_are_of_few_dtypes(tmp_path):
+  save_file({"a": np.zeros(2, np.float64)}, tmp_path / "model.safetensors")
+  folder = files.TensorFolder(tmp_path)
+  info = folder.tensors["a"]
+  with pytest.raises(HFError, match="model.safetensors: a tensor of a quantised matrix is F64; read are "):
+    folder._part(info)

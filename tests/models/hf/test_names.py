@@ -141,3 +141,12 @@ def test_an_unembedding_that_is_missing_is_told(base, tmp_path):
   with pytest.raises(HFError, match='Only the unembedding is missing.*"tie_word_embeddings": true'):
     hf.load(renamed((base[0], tensors, None), tmp_path / "w", str))
   assert "unembed/kernel" in tree.flatten(hf.load(base[0])[1])
+
+
+@pytest.mark.parametrize("before, pasted", [("wrapped.net.", True), ("a b.", False), ("$(x).", False)])
+def test_what_is_to_be_taken_off_can_be_pasted_into_a_shell(before, pasted):
+  wanted = [["a.weight", "b.weight", "c.weight"]]
+  said = names.hint([f"{before}{name}" for name in wanted[0]], wanted, "DIR")
+  assert said.startswith(f"DIR: 3 of its 3 tensors have the names that are wanted behind {before!r}, which some progra")
+  assert said.endswith("/model.safetensors.index.json") == pasted
+  assert said.endswith("before them. Take it off where the folder was made.") == (not pasted)

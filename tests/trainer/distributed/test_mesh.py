@@ -1,6 +1,5 @@
 """Meshes: clear refusals, and placement by rules. That they change no number: test_layouts.py."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +90,10 @@ def test_a_dimension_that_does_not_divide_is_replicated_and_said():
   placed, notes = mesh_lib.param_shardings({"blocks": {"attn": {"q": {"bias": jnp.zeros((2, 12))}}}}, mesh)
   assert placed["blocks"]["attn"]["q"]["bias"].spec == P(None, None)
   assert "blocks/attn/q/bias: dimension 1 of (2, 12) is not divisible by mesh axis 'tensor' (8)" in notes[0]
+  mesh = mesh_lib.make_mesh(dict(fsdp=4, context=2))
+  _, notes = mesh_lib.param_shardings({"unembed": {"kernel": jnp.zeros((3, 4))}}, mesh)
+  assert notes == ["unembed/kernel: dimension 0 of (3, 4) is not divisible by mesh axis 'fsdp' (4), 'context' (2); "
+                   "replicated over it"]
 
 
 @pytest.mark.parametrize("sizes", [MIXED, dict(fsdp=2, expert=2, context=2)])
@@ -194,3 +197,69 @@ def test_where_adapters_and_experts_are_split():
   assert placed["blocks/moe/experts/up/kernel"] == (None, "expert", "fsdp", "tensor")
   assert placed["blocks/moe/experts/down/kernel"] == (None, "expert", "tensor", "fsdp")
   assert placed["blocks/moe/router/kernel"] == (None, fsdp, None)
+
+
+def test_an_axis_that_covers_no_whole_dimension_of_the_torus_is_split(monkeypatch):
+  asked = []
+
+  def create(shape, devices, **options):
+    asked.append((shape, options))
+    if not options:
+      raise NotImplementedError
+    return np.array(devices, object).reshape(shape)
+
+  monkeypatch.setattr(mesh_lib.mesh_utils, "create_device_mesh", create)
+  mesh = mesh_lib.make_mesh(dict(fsdp=4, tensor=2))
+  shape = (1, 1, 4, 1, 1, 2)
+  assert asked == [(shape, {}), (shape, dict(allow_split_physical_axes=True))] and mesh.devices.shape == shape
+
+
+@pytest.mark.parametrize("count, apart, message", [
+    (8, 8, "rollout.devices is 8, and there are 8 devices in all: none would be left to train. Use at most 7."),
+    (1, 1, "there are 1 devices in all: none would be left to train. Use 0.")])
+def test_devices_must_be_left_to_train(count, apart, message):
+  config = defaults()
+  config.rollout.update(num_prompts=2, devices=apart)
+  with pytest.raises(ConfigError, match=message):
+    mesh_lib.num_training(config, count)
+  config.rollout.devices = 7
+  assert mesh_lib.num_training(config, 8) == 1
+  config.rollout.num_prompts = 0  # nothing is sampled: all train
+  assert mesh_lib.num_sampling(config) == 0 and mesh_lib.num_training(config, 8) == 8
+  assert mesh_lib.sampling_mesh(config, "the mesh of updates") == "the mesh of updates"
+
+
+def test_a_run_says_what_its_devices_are(capsys):
+  config = defaults()
+  config.update(batch_size=8)
+  mesh_lib.start(config)
+  config.batch_size, config.mesh = 6, dict(data=2, fsdp=3)
+  config.rollout.update(num_prompts=2, devices=2, tensor=2)
+  mesh_lib.start(config)
+  kind = jax.devices()[0].device_kind
+  assert capsys.readouterr().out == (
+      f"8 × {kind} in 1 process(es), mesh: data=8\n8 × {kind} in 1 process(es), mesh: data=2, fsdp=3; "
+      "2 more that sample: tensor=2\n")
+
+
+def test_what_does_not_split_says_the_sizes_and_the_way_out():
+  mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
+  with pytest.raises(ConfigError, match=r"^evals.x.batch_size is 6, which cannot be split over 4 devices "
+                                        r"\(data=2, fsdp=2\). Use a multiple of 4, or move"):
+    mesh_lib.check_batch(mesh, 6, "evals.x.batch_size")
+
+
+def test_a_stage_that_samples_splits_rows_over_context_too():
+  mesh = mesh_lib.make_mesh(dict(data=2, context=2, tensor=2))
+  names, shape = ("batch", "length", "stream"), (8, 8, 8)
+  assert mesh_lib.make_placement(mesh).spec(names, shape) == P("data", "context", "tensor")
+  assert mesh_lib.make_placement(mesh, sampling=True).spec(names, shape) == P(("data", "context"), None, None)
+
+
+def test_a_batch_that_is_whole_here_is_placed_row_by_row():
+  mesh = mesh_lib.make_mesh(dict(data=4, tensor=2))
+  batch = {"x": np.arange(24).reshape(8, 3), "y": np.arange(8)}
+  placed = mesh_lib.place(batch, mesh_lib.batch_sharding(mesh))
+  for name, part in batch.items():
+    np.testing.assert_array_equal(placed[name], part)
+    assert {shard.data.shape[0] for shard in placed[name].addressable_shards} == {2}

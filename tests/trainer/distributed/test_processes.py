@@ -1,12 +1,16 @@
 """From what an environment says to where a process stands, without a cluster."""
 
 import os
+import threading
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from tests.trainer.distributed import two_threads
 from trainer.config import defaults
+from trainer.distributed import mesh as mesh_lib
 from trainer.distributed import processes
 from trainer.distributed.processes import Place, find
 from trainer.errors import ConfigError
@@ -200,3 +204,205 @@ def test_data_that_differ_in_any_part_are_refused(monkeypatch):
   others[1][3] = 1
   with pytest.raises(ConfigError, match="the training data of process 2 differ from those of process 0"):
     processes.check_same("the training data", "same")
+
+
+LIMITS = dict(join_seconds=90.5, heartbeat_seconds=60, hang_seconds=600, phase_seconds=3600)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_joins_is_watched_over(monkeypatch, count):
+  asked, place, lost = [], Place("Slurm", 2, 1, "a:1"), threading.Event()
+  state = SimpleNamespace(process_id=1, num_processes=count, client="store")
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+  monkeypatch.setattr(processes, "find", lambda env, on_tpu, has_kubernetes: place)
+  monkeypatch.setattr(processes, "_ask_jax", lambda *given: asked.append(given) or place)
+  monkeypatch.setattr(processes, "_connect", lambda *given: asked.append(given) or lost)
+  monkeypatch.setattr(processes, "distributed", SimpleNamespace(global_state=state))
+  monkeypatch.setattr(processes.liveness, "start", lambda *given: asked.append(given))
+  processes.join(LIMITS)
+  assert asked == [(place, 90.5), (place, LIMITS), ("store", 1, 2, LIMITS, lost)][:3 if count > 1 else 2]
+
+
+def test_processes_that_have_joined_before_are_watched_over_again(monkeypatch):
+  started = []
+  state = SimpleNamespace(process_id=0, num_processes=2, client="store")
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  monkeypatch.setattr(processes, "distributed", SimpleNamespace(global_state=state))
+  monkeypatch.setattr(processes.liveness, "start", lambda *given: started.append(given))
+  processes.join(LIMITS)
+  assert started[0][:4] == ("store", 0, 2, LIMITS) and not started[0][4].is_set()
+
+
+def test_a_launcher_that_cannot_be_asked_is_named(monkeypatch):
+  asked = []
+
+  def ask(*given):
+    asked.append(given)
+    raise RuntimeError("no such node")
+
+  monkeypatch.setattr(processes.clusters.ClusterEnv, "auto_detect_unset_distributed_params", ask)
+  with pytest.raises(ConfigError, match="^Slurm could not be asked for the processes of this run: no such node. Set "
+                                        "JAX_COORDINATOR_ADDRESS=HOST:PORT .of process 0"):
+    processes._ask_jax(Place("Slurm", 8, 5, "gpu7:1", ask="slurm"), 90.5)
+  assert asked == [("gpu7:1", 8, 5, [], "slurm", 90)]
+  place = Place("the environment", 2, 1, "a:1")
+  assert processes._ask_jax(place, 90.5) is place and len(asked) == 1  # nothing to ask for
+
+
+@pytest.fixture
+def connected(monkeypatch):
+  """`connected(place, error)` joins a cluster that is not there: (what JAX is called with, the event)."""
+  called = []
+
+  class Relay:
+    address, lost = "127.0.0.1:99", threading.Event()
+
+    def __init__(self, address):
+      called.append(address)
+
+    def open(self, seconds):
+      called.append(seconds)
+
+  def join(place, error=None, **limits):
+    def initialize(*given, **options):
+      called.append((*given, options))
+      if error:
+        raise error
+
+    monkeypatch.setattr(processes, "Relay", Relay)
+    monkeypatch.setattr(processes.startup, "add_threads", lambda: called.append("threads"))
+    monkeypatch.setattr(jax.config, "update", lambda key, value: called.append((key, value)))
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    return called, processes._connect(place, LIMITS | limits), Relay.lost
+  return join
+
+
+BEFORE = [("jax_enable_preemption_service", False), ("jax_cpu_enable_async_dispatch", False), "threads"]
+
+
+def test_process_0_joins_directly_and_the_others_by_a_relay(connected):
+  called, lost, of_relay = connected(Place("Slurm", 2, 0, "a:1", (2, 3)))
+  options = dict(cluster_detection_method="deactivate", initialization_timeout=90, heartbeat_timeout_seconds=180)
+  assert called == [*BEFORE, ("a:1", 2, 0, [2, 3], options)] and lost is not of_relay and not lost.is_set()
+  called.clear()
+  called, lost, of_relay = connected(Place("Slurm", 2, 1, "a:1"), heartbeat_seconds=30)
+  options["heartbeat_timeout_seconds"] = 100  # at least: liveness has to be the first to notice
+  assert called == [*BEFORE, "a:1", 90.5, ("127.0.0.1:99", 2, 1, [], options)] and lost is of_relay
+
+
+@pytest.mark.parametrize("env, after", [
+    ({}, None), ({"HTTPS_PROXY": "http://p"}, "127.0.0.1"), ({"http_proxy": "p", "no_proxy": "x"}, "x,127.0.0.1")])
+def test_the_relay_is_not_asked_for_through_a_proxy(connected, monkeypatch, env, after):
+  for name in list(os.environ):
+    if "_proxy" in name.lower():
+      monkeypatch.delenv(name)
+  monkeypatch.setenv("no_proxy", "")
+  monkeypatch.delenv("no_proxy")  # is put back at the end
+  for name, value in env.items():
+    monkeypatch.setenv(name, value)
+  connected(Place("Slurm", 2, 1, "a:1"))
+  assert os.environ.get("no_proxy") == after
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("x"), OSError("x")], ids=repr)
+def test_processes_that_do_not_find_one_another(connected, error):
+  with pytest.raises(ConfigError, match=r"cannot be joined \(process 1 of 2, by Slurm\): x\. Set JAX_COORDINATOR_ADDR"):
+    connected(Place("Slurm", 2, 1, "a:1"), error)
+
+
+def test_all_wait_for_one_another_only_where_there_are_several(monkeypatch):
+  waited = []
+  monkeypatch.setattr(processes.multihost_utils, "sync_global_devices", waited.append)
+  processes.sync("alone")
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  processes.sync("together")
+  assert waited == ["together"]
+
+
+def test_what_each_process_says_comes_in_their_order(monkeypatch):
+  assert processes.said_by_all("x") == ["x"]
+  said = two_threads.run(monkeypatch, lambda index: (monkeypatch.setattr(processes, "_SAID", processes._FIRSTS) or [
+      processes.said_by_all(f"{index} says"), processes.said_by_all(f"{index} again")]))
+  assert said == [[["0 says", "1 says"], ["0 again", "1 again"]]] * 2
+
+
+def test_a_key_is_looked_up_for_some_seconds():
+  asked = []
+
+  def get(error):
+    def blocking_key_value_get(key, milliseconds):
+      asked.append((key, milliseconds))
+      if error:
+        raise RuntimeError(error)
+      return "value"
+    return SimpleNamespace(blocking_key_value_get=blocking_key_value_get)
+
+  assert processes._look_up(get(""), "k", 1.5) == "value"
+  assert processes._look_up(get("DEADLINE_EXCEEDED: x"), "k") is None
+  with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+    processes._look_up(get("UNAVAILABLE"), "k")
+  assert asked == [("k", 1500), ("k", 5000), ("k", 5000)]
+
+
+def test_the_first_process_s_value_is_that_of_all(monkeypatch):
+  """What the others hold of their own is not what they are given; sizes travel first."""
+  assert processes.bytes_from_first(b"x") == b"x" and processes.from_first({"a": 1}) == {"a": 1}
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  sent, told = [], iter(())
+
+  def broadcast(array):
+    sent.append(np.array(array))
+    return next(told)
+
+  monkeypatch.setattr(processes.multihost_utils, "broadcast_one_to_all", broadcast)
+  data = '{"a": [1, NaN, "é"]}'.encode("ascii", "backslashreplace").replace(b"\\xe9", b"\\u00e9")
+  for index in (0, 1):
+    monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+    told = iter([np.int64(len(data)), np.frombuffer(data, np.uint8)])
+    found = processes.from_first({"a": [1, float("nan"), "é"]} if index == 0 else "its own")
+    assert found["a"][0] == 1 and found["a"][1] != found["a"][1] and found["a"][2] == "é"
+  (size, whole), (_, nothing) = sent[:2], sent[2:]
+  assert size == len(data) and size.dtype == np.int64 and bytes(whole) == data
+  assert nothing.shape == (len(data),) and nothing.dtype == np.uint8 and not nothing.any()
+
+
+def test_arrays_of_several_processes_are_gathered_whole(monkeypatch):
+  found = processes.on_every_host({"a": jax.numpy.arange(3)})
+  assert isinstance(found["a"], np.ndarray) and found["a"].tolist() == [0, 1, 2]
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda arrays, tiled: (arrays, tiled))
+  assert processes.on_every_host("arrays") == ("arrays", True)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("requested", [False, True])
+def test_who_is_asked_to_stop_says_so_on_each_of_its_devices(requested):
+  asked = processes.stop_requests(mesh_lib.make_mesh(dict(data=2, tensor=4)), requested)
+  assert asked.dtype == np.int32 and asked.tolist() == [int(requested)] * 8
+  assert [part.data.shape for part in asked.addressable_shards] == [(1,)] * 8
+
+
+def test_only_the_first_process_speaks(monkeypatch, capsys):
+  processes.say("one", "two")
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+  processes.say("three")
+  assert capsys.readouterr().out == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("given, port", [("9", 9), ("", 8482)])
+def test_the_port_of_a_job_set(given, port):
+  assert find(JOB_SET | {"JAX_COORDINATOR_PORT": given}).address == f"weft-hosts-0-0.weft:{port}"
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({"PMI_SIZE": "4", "PMI_RANK": "3", "JAX_COORDINATOR_ADDRESS": "a:1"}, Place("MPI", 4, 3, "a:1")),
+    ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"} | {
+        "JAX_COORDINATOR_ADDRESS": "a:1"}, Place("Open MPI", 4, 3, "a:1", (2,))),  # how many are on a host is not said
+    (GIVEN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, Place("the environment", 1, 0, "a:1")),  # as said
+    ({"TPU_PROCESS_ADDRESSES": "a:1,b:1,c:1", "TPU_WORKER_HOSTNAMES": "a"}, Place("GKE", 3, ask="gketpu")),
+    (SLURM | {"SLURM_NODEID": "7"}, Place("Slurm", 8, 5, local_devices=(1,), ask="slurm")),  # not listed
+    (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, Place("Slurm", 8, 5, ask="slurm")),  # 3 GPUs of 2 tasks
+])
+def test_other_launchers_and_odd_ones(env, expected):
+  assert find(env) == expected

@@ -50,6 +50,16 @@ def test_bytes_go_both_ways_and_a_client_that_goes_is_no_loss(coordinator):
   assert not relay.lost.wait(0.1)
 
 
+def test_a_connection_on_which_nothing_is_said_stays(coordinator, monkeypatch):
+  """None of its ends has a limit of time, as a new one has."""
+  made, connect = [], socket.create_connection
+  monkeypatch.setattr(relay_lib.socket, "create_connection",
+                      lambda *given, **options: made.append(connect(*given, **options)) or made[-1])
+  _, client, theirs = connected(coordinator)
+  theirs.sendall(b"x")
+  assert received(client, 1) == b"x" and made[-1].gettimeout() is None
+
+
 def test_where_the_coordinator_goes_the_client_s_end_stays_open(coordinator):
   relay, client, theirs = connected(coordinator)
   theirs.close()

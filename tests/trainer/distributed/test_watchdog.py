@@ -10,6 +10,7 @@ import pytest
 from tests import tiny
 from trainer import train
 from trainer.callbacks import Callback
+from trainer.distributed import watchdog
 from trainer.distributed.watchdog import Watchdog
 
 
@@ -87,3 +88,39 @@ def test_what_is_told_names_the_step_the_phase_and_the_place(run, capsys):
     assert said.endswith(f"What every thread is doing: {run.workdir / 'stacks.txt'}. The run goes on.\n")
   stacks = (run.workdir / "stacks.txt").read_text()
   assert stacks.count("--- after step 7, in eval, 61 s without a move") == 2 and "test_what_is_told" in stacks
+
+
+def test_what_steps_take_is_the_median_from_one_end_to_the_next(run, monkeypatch):
+  """1, 2 and 9 s: told after more than 5 times 2 s without a move, and not again before the next one."""
+  clock, told = SimpleNamespace(now=100.0), []
+  monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now))
+  monkeypatch.setattr(watchdog.threading, "Thread", lambda **options: SimpleNamespace(start=lambda: None))
+  dog = Watchdog(least_seconds=2.0, times=5.0)
+  monkeypatch.setattr(dog, "_report", lambda run, main, phase, still, usual: told.append((phase, still, usual)))
+  dog.on_train_begin(run)
+  for number, seconds in enumerate((1.0, 9.0, 2.0)):
+    clock.now += seconds / 2
+    dog.on_optimizer_step(run)  # a move within a step
+    clock.now += seconds / 2
+    dog.on_step_end(run, number, {})
+  ended = clock.now
+
+  def looks(*seconds):
+    waits = iter([*[(ended + s, False) for s in seconds], (ended, True)])
+
+    def wait(between):
+      assert between == 0.5  # a quarter of the least
+      clock.now, done = next(waits)
+      return done
+    dog._done = SimpleNamespace(wait=wait)
+    dog._look_on(run, None)
+
+  looks(10.0, 10.5, 11.0)
+  assert told == [("step", 10.5, 2.0)]
+  run.chrono.phase, run.chrono.longest = "eval", {"eval": 5.0, "checkpoint": 1.0}
+  dog.on_eval(run)
+  looks(25.0, 25.5)
+  run.chrono.phase = "checkpoint"
+  dog.on_checkpoint(run)
+  looks(20.0, 20.5)  # ten times the least
+  assert told[1:] == [("eval", 25.5, 5.0), ("checkpoint", 20.5, 1.0)]

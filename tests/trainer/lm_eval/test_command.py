@@ -212,3 +212,92 @@ def test_as_an_evaluator_it_gives_what_the_command_gives(tasks, tmp_path):
   config.evals.harness.tasks = ("weft_word",)
   with pytest.raises(ConfigError, match="evals.harness.tasks has 'weft_word', .*near it: weft_words"):
     train(config, tmp_path / "other")
+
+
+# ----------------------------------------------------------------------------------------------
+# Without the package.
+
+
+class Manager:
+  """The tasks that lm_eval knows, as far as it is asked."""
+
+  all_tasks = ["arc_easy", "arc_challenge", "my_words"]
+
+  def match_tasks(self, asked):
+    return [task for task in self.all_tasks for pattern in asked if task == pattern or pattern == "arc"
+            and task.startswith("arc")]
+
+
+@pytest.fixture
+def package(monkeypatch):
+  called = []
+  lm_eval = SimpleNamespace(simple_evaluate=lambda **given: called.append(given) or {"results": {}})
+  monkeypatch.setattr(ours, "require", lambda: lm_eval)
+  monkeypatch.setattr(ours, "_manager", lambda include_path: called.append(include_path) or Manager())
+  return called
+
+
+def test_tasks_are_those_that_lm_eval_knows(package):
+  assert ours.known(["arc", "my_words"], "folder") == ["arc_easy", "arc_challenge", "my_words"]
+  assert package == ["folder"]
+  with pytest.raises(ConfigError, match="^evals.x.tasks has 'arc_eazy', which lm_eval does not know; near it: arc_easy"
+                                        ".* It knows 3; your own are found by include_path, a folder.$"):
+    ours.known(["my_words", "arc_eazy"], None, "evals.x.tasks")
+  with pytest.raises(ConfigError, match="^--?tasks has 'zzzzqq', which lm_eval does not know. It knows 3"):
+    ours.known(["zzzzqq"], None, "--tasks")
+
+
+def test_what_is_evaluated_is_what_was_asked_for(package):
+  assert ours.evaluate("lm", ["arc"], include_path="folder", limit=5) == {"results": {}}
+  manager = package[-1].pop("task_manager")
+  assert isinstance(manager, Manager) and package[-1] == dict(
+      model="lm", tasks=["arc_easy", "arc_challenge"], log_samples=False, limit=5)
+  ours.evaluate("lm", ["arc"], log_samples=True)
+  assert package[-1]["log_samples"] is True
+
+
+@pytest.mark.parametrize("bound, asked, usual, length", [
+    (None, None, 512, 512), (128, None, 512, 128), (1024, None, 512, 512), (None, 700, 512, 700), (128, 128, 512, 128),
+    (128, 2, 512, 2), (None, 1, 512, None), (128, 129, 512, None)])
+def test_texts_are_as_long_as_the_model_sees(package, monkeypatch, capsys, bound, asked, usual, length):
+  made = []
+  monkeypatch.setitem(sys.modules, "trainer.lm_eval.harness", SimpleNamespace(
+      Harness=lambda *given, **named: made.append((given, named)) or "lm"))
+  monkeypatch.setattr(ours.mesh_lib, "batch_shards", lambda mesh: 4)
+  loaded = SimpleNamespace(model=SimpleNamespace(max_length=bound), origin="step 3 of w")
+  if length is None:
+    with pytest.raises(ConfigError, match=f"^max_length is {asked}; allowed: 2 to {bound or 'any'}.$"):
+      ours._harness(loaded, "mesh", (1,), asked, usual, 6)
+    return
+  assert ours._harness(loaded, "mesh", (1,), asked, usual, 6) == "lm"
+  assert made == [((loaded, "mesh"), dict(head=(1,), max_length=length, batch_size=8))]
+  assert capsys.readouterr().err == f"step 3 of w, texts of up to {length} tokens\n"
+
+
+@pytest.mark.parametrize("said, bos, usual, head", [
+    (dict(max_position_embeddings=512), 5, 512, (5,)), (dict(n_positions=256), None, 256, ()), ({}, 0, 2048, (0,)),
+    (dict(max_position_embeddings=131072), 5, 2048, (5,)),
+    (dict(text_config=dict(max_position_embeddings=300), max_position_embeddings=9), 5, 300, (5,))])
+def test_a_folder_says_how_long_texts_are_and_begins_with_bos(package, monkeypatch, tmp_path, said, bos, usual, head):
+  (tmp_path / "config.json").write_text(json.dumps(said))
+  made, loaded = [], SimpleNamespace(tokenizer=SimpleNamespace(bos_id=bos))
+  monkeypatch.setattr(ours.mesh_lib, "make_mesh", lambda sizes: made.append(sizes) or "mesh")
+  monkeypatch.setattr(ours.generate, "load_folder", lambda *given, **named: made.append((given, named)) or loaded)
+  monkeypatch.setattr(ours, "_harness", lambda *given: given)
+  found = ours.from_folder(tmp_path, template="chatml", max_length=7, batch_size=3, tensor=2)
+  assert found == (loaded, "mesh", head, 7, usual, 3)
+  assert made == [dict(data=1, fsdp=-1, tensor=2), ((tmp_path, "mesh"), dict(template="chatml"))]
+
+
+def test_a_run_says_how_long_texts_are_and_how_they_begin(package, monkeypatch, tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  loaded, asked = SimpleNamespace(tokenizer="its tokenizer"), []
+  config = SimpleNamespace(tokenizer="section", seq_len=96)
+  monkeypatch.setattr(ours.mesh_lib, "make_mesh", lambda sizes: asked.append(sizes) or "mesh")
+  monkeypatch.setattr(ours.generate, "load_run", lambda *given, **named: asked.append((given, named)) or loaded)
+  monkeypatch.setattr(ours.config_checks, "resolve", lambda given: config)
+  monkeypatch.setattr(ours, "begins_with", lambda *given: given)
+  monkeypatch.setattr(ours, "_harness", lambda *given: given)
+  found = ours.from_run(tmp_path, step=4, template="t", batch_size=3)
+  assert found == (loaded, "mesh", ("section", "its tokenizer"), None, 96, 3)
+  assert asked == [dict(data=1, fsdp=-1, tensor=1), ((tmp_path, "mesh"), dict(step=4, template="t"))]

@@ -4,6 +4,8 @@ import html
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tests.evaluators import digits
 from tests.trainer.report.test_pages import pictures
 from trainer.config import checks as config_checks
 from trainer.config import reward, strategy
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
 from trainer.modes import inspect
 
@@ -183,3 +186,96 @@ def test_options_that_cannot_work_are_refused_as_training_would(tmp_path):
   config.model.head = "score"
   with pytest.raises(ConfigError, match=r"^model.head is 'score', but strategy 'seq'"):
     inspect.inspect(config, tmp_path / "w")
+
+
+def token(number, weight=0.0, segment=1, **more):
+  return inspect.Token(f"t{number}", 100 + number, weight, segment, 10 * number, **more)
+
+
+def test_the_table_has_the_first_places_and_those_around_each_change():
+  """16; then two before and two after a change of weight at 20, and of segment at 30; and the rest as a number."""
+  tokens = [token(n, 0.5 * (n >= 20), 1 + (n >= 30)) for n in range(40)]
+  lines = inspect.token_table(tokens).splitlines()
+  assert lines[0].split() == ["place", "segment", "position", "weight", "id", "token"]
+  places = [line.split()[0] for line in lines[1:]]
+  assert places == [*map(str, range(16)), "…", "18", "19", "20", "21", "…", "28", "29", "30", "31", "…"]
+  assert lines[-1].split(maxsplit=1)[1] == "8 more in this row; all of them are on the page."
+  assert lines[21].split() == ["21", "1", "210", "0.5", "121", "'t21'"] and lines[25].split()[1] == "2"
+  assert [line.split()[0] for line in inspect.token_table(tokens, limit=3).splitlines()[1:]] == ["0", "1", "2", "…"]
+  whole = inspect.token_table(tokens[:16]).splitlines()
+  assert len(whole) == 17 and "more in this row" not in whole[-1]
+  assert len(inspect.token_table([token(0)]).splitlines()) == 2
+
+
+@pytest.mark.devices(2)
+def test_the_table_of_parameters_says_where_each_is_and_how_large():
+  """On two devices: 6 × 40,000 numbers of 4 bytes split over both, and 50,000 of 2 bytes that are not."""
+  abstract = {"unembed": {"kernel": jax.ShapeDtypeStruct((6, 40000), jnp.float32)},
+              "final_norm": {"scale": jax.ShapeDtypeStruct((50000,), jnp.bfloat16)}}
+  mesh = mesh_lib.make_mesh(dict(fsdp=2), jax.devices()[:2])
+  lines = [line.split() for line in inspect.parameter_table(abstract, mesh, ()).splitlines()]
+  assert lines[0] == ["parameter", "shape", "dtype", "sharded", "over", "MB", "a", "device"]
+  assert sorted(lines[1:3]) == [["final_norm/scale", "50000", "bfloat16", "·", "0.100"],
+                                ["unembed/kernel", "6×40000", "float32", "fsdp,", "·", "0.480"]]
+  assert " ".join(lines[3]).startswith("290,000 parameters, 0.580 MB on each of 2 device(s) (slice=1, data=1, fsdp=2, ")
+  assert len(lines) == 4
+
+
+def test_the_histogram_has_the_quantiles_and_a_bar_for_each_bin():
+  text = inspect.histogram_text(np.array([20] * 4 + [1] * 2 + [10]), 19).splitlines()
+  assert text[0] == ("document lengths in tokens: min 1, quartiles 6, 20, 20, 95% 20, max 20; longer than seq_len=19: "
+                     "57.1%")
+  assert [line.split() for line in text[1:3]] == [["0", "to", "1", "0"], ["1", "to", "2", "2", "█" * 20]]
+  assert text[11].split() == ["10", "to", "11", "1", "█" * 10] and text[20].split() == ["19", "to", "20", "4", "█" * 40]
+  assert len(text) == 21
+
+
+def test_the_page_has_the_numbers_of_each_token_of_its_row():
+  rows = [[token(0, role="query"), token(1, 1.0, role="query"), *[token(2)._replace(segment=2)] * inspect.RUN],
+          [token(3, 0.25, 4)]]
+  picture = np.full((2, 2, 3), 9, np.uint8)
+  shown = inspect.InspectedRows(rows, ["said of 0 <b>", ""], [{2: [picture]}, {}], "The lead.", "the stats",
+                                np.array([4, 8]))
+  text = inspect.html_page(shown, "the parameters")
+  assert parts(text) == [
+      {"values": {"weights": [0.0, 1.0]}, "where": "segment 1", "ids": [100, 101], "positions": [0, 10]},
+      {"values": {"weights": [0.0]}, "where": "segment 2", "ids": [102], "positions": [20]},
+      {"values": {"weights": [0.25]}, "where": "segment 4", "ids": [103], "positions": [30]}]
+  heads = re.findall("<h3>(.*?)</h3>", text)
+  assert heads == ["row 0, segment 1, query: 2 tokens, 1 trained", f"row 0, segment 2: {inspect.RUN} tokens, 0 trained",
+                   "row 1, segment 4: 1 tokens, 1 trained"]
+  assert text.count("said of 0 &lt;b&gt;") == 1 and "The lead. Point at a token for its numbers." in text
+  assert "the stats" in text and "the parameters" in text and len(pictures(text)) == 1
+  assert text.index(heads[1]) < text.index("<img") < text.index(heads[2])
+  cells = [re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)]
+  cells = [[html.unescape(cell) for cell in row] for row in cells if row]
+  assert ["1", "1", "10", "1", "101", "'t1'"] in cells and ["0", "4", "30", "0.25", "103", "'t3'"] in cells
+  assert len([row for row in cells if len(row) == 6]) == 3 + inspect.RUN
+
+
+def test_a_token_s_text_is_found_however_far_on_it_stands():
+  """By what it adds to those before it; with a tokenizer that writes a space before all but the first of a text."""
+  class Spaced:
+    def decode(self, ids, skip_special):
+      assert not skip_special and len(ids) <= inspect.CONTEXT + 1
+      return " ".join(f"w{i}" for i in ids)
+
+  ids = list(range(30))
+  assert inspect.token_texts(ids, Spaced()) == ["w0", *[f" w{i}" for i in ids[1:]]]
+  assert inspect.token_texts([], Spaced()) == []
+
+
+def test_images_of_a_row_are_those_of_their_segments(monkeypatch):
+  numbers = np.array([2, 2, 0, 1, 3, 3, 0])
+  monkeypatch.setattr(inspect.image_tokens, "images_of", lambda layout, batch, row: (
+      [f"{layout} {row} {n}" for n in (1, 2, 3)], numbers))
+  batch = {"segment_ids": np.array([[0] * 7, [1, 1, 1, 2, 2, 2, 2]])}
+  assert inspect.row_images(batch, 1, "layout") == {1: ["layout 1 2"], 2: ["layout 1 1", "layout 1 3"]}
+
+
+@pytest.mark.parametrize("users, said", [
+    ((), ""), ((3, 1, 3, 1), "the prompt of segments 1, 3"), ((4,), "the prompt of segments 4")])
+def test_whose_prompt_a_segment_is(users, said):
+  assert inspect.prompt_of(users) == said
+  tokens = [token(0, segment=9), *(token(1, segment=user, prompt=9) for user in users)]
+  assert inspect._called(9, tokens) == "segment 9" + (", " + said if said else "")

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ from tests.trainer.report.test_pages import pictures
 from tests.trainer.strategies import pairs as pairs_lib
 from tests.trainer.strategies import test_dpo_runs as test_dpo
 from tests.trainer.strategies import test_grpo
-from trainer import train
+from trainer import train, update
 from trainer.config import source, strategy
+from trainer.distributed import mesh as mesh_lib
 from trainer.modes import microscope
 from trainer.modes.replay import replay
+from trainer.report import pages
 from trainer.strategies import presets
 from trainer.telemetry.writers import read_rows
 
@@ -290,6 +293,164 @@ def test_ratios_and_bounds_are_those_of_the_loss(clip, ratio):
   assert np.all(np.asarray(offline["ratios"])[mask] == 1)
 
 
+def test_which_tokens_the_ones_before_them_predict():
+  """Neither the first of a row or segment, nor an image's, nor padding, nor one that the token before it sees."""
+  batch = dict(segment_ids=np.array([[1, 1, 1, 2, 2, 0], [3, 3, 3, 3, 3, 3], [1, 0, 0, 0, 0, 1]]))
+  expected = np.array([[0, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(microscope.predicted(batch), expected)
+  batch["image_index"] = np.array([[0, 0, 1, 0, 0, 0], [0] * 6, [0] * 6])
+  expected[0, 2] = 0
+  np.testing.assert_array_equal(microscope.predicted(batch), expected)
+  batch["block_ids"] = np.array([[0] * 6, [1, 1, 2, 2, 0, 0], [0] * 6])  # what has one number is seen at once
+  expected[1] = [0, 0, 1, 0, 1, 1]
+  np.testing.assert_array_equal(microscope.predicted(batch), expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_a_token_has_no_number_it_is_masked(ahead):
+  """Log-probs of the reference that were computed ahead are those of trained tokens alone."""
+  seen = object.__new__(microscope.Microscope)
+  names = ("logprobs", "ranks", "ref_logprobs", "ref_log_ratios", "old_logprobs", "returns")
+  batch = dict(segment_ids=np.array([[1, 1, 1, 2]]), loss_weights=np.array([[1.0, 0.0, 0.5, 1.0]]))
+  batch |= dict(ref_logprobs=np.zeros((1, 4))) if ahead else {}
+  asked = []
+
+  def call(look, batch, step):
+    asked.append((look, step))
+    return {name: jnp.arange(4.0)[None] for name in names}
+
+  seen._rows, seen._look = SimpleNamespace(call=call), "look"
+  found = seen.look(batch, 7)
+  read, trained = [[None, 1, 2, None]], [[None, None, 2, 3]]
+  assert asked == [("look", 7)] and {name: part.tolist() for name, part in found.items()} == {
+      "logprobs": read, "ranks": read, "ref_logprobs": trained if ahead else read,
+      "ref_log_ratios": trained if ahead else read, "old_logprobs": trained, "returns": trained}
+
+
+def test_what_is_summed_of_a_segment():
+  numbers = {"logprobs": np.ma.array([[-9.0, -1.0, -2.0, -4.0]]),
+             "ref_log_ratios": np.ma.array([[9.0, 0.5, -0.75, 1.0]]),
+             "advantages": np.ma.array([[7.0, -0.25, 3.0, 3.0]])}
+  facts = microscope._sums(numbers, 0, np.arange(1, 4), np.array([0.5, 1.5, 0.0]))
+  assert facts == [("tokens", "3"), ("trained", "2"), ("mean −log p", "1.7500"), ("Σ log p", "−3.0000"),
+                   ("Σ log p/p_ref", "−0.2500"), ("advantage", "−0.2500")]
+  assert microscope._sums(numbers, 0, np.arange(2), np.zeros(2)) == [("tokens", "2"), ("trained", "0")]
+
+
+def test_colours_have_one_scale_for_all_log_probs_and_none_for_rounding():
+  values = [{"logprobs": [None, -0.5], "old_logprobs": [-3.0], "ratios": [4.0, "inf"], "ranks": [1, 1],
+             "advantages": [-0.25, 0.125], "entropies": [0.01], "weights": [1.0, 0.0]}]
+  found = {column["key"]: column for column in microscope.columns(values[0].keys() - {"weights"}, values)}
+  assert {key: column["scale"] for key, column in found.items()} == {
+      "logprobs": 3.0, "old_logprobs": 3.0, "weights": 1.0, "ratios": pytest.approx(math.log(4), rel=1e-3),
+      "ranks": pytest.approx(math.log(2), rel=1e-3), "advantages": 0.25, "entropies": 0.1}
+  assert [found[key]["kind"] for key in ("logprobs", "ratios", "ranks", "advantages")] == [
+      "low", "ratio", "rank", "signed"]
+  assert list(found) == [key for key, *_ in microscope.COLUMNS if key in found]
+  # A hundred tokens and an odd one: full at the 98th of a hundred.
+  many = [{"entropies": [*range(100), 1e6]}]
+  assert {c["key"]: c["scale"] for c in microscope.columns(["entropies"], many)}["entropies"] == 98
+
+
+def test_tokens_of_an_image_are_one_with_its_picture():
+  picture = np.full((2, 3, 3), 77, np.uint8)
+  values = {"weights": [1.0, 0.0, 0.0, 0.5, 0.0], "ranks": [1, 2, 3, 4, 5]}
+  box = str(microscope.token_box(["a", "", "", "b", ""], [0, 2, 2, 0, 3], {2: picture}, values, "row 0, segment 1",
+                                 where="here", ids=[10, 11, 12, 13, 14]))
+  data = json.loads(html.unescape(re.search(r'data-tokens="([^"]*)"', box)[1]))
+  assert data == {"values": {"weights": [1.0, 0.0, 0.5, 0.0], "ranks": [1, 2, 4, 5]}, "where": "here",
+                  "ids": [10, 11, 13, 14]}
+  assert 'aria-label="tokens of row 0, segment 1; arrow keys move"' in box
+  (shown,) = pictures(box)
+  np.testing.assert_array_equal(shown, picture)
+  assert re.findall("⟨image: . tokens⟩", box) == ["⟨image: 2 tokens⟩", "⟨image: 1 tokens⟩"]
+  assert box.count('class="trained"') == 2 and box.count('class="image"') == 2
+
+
+def test_a_segment_is_named_by_what_it_is():
+  batch = dict(segment_ids=np.array([[3, 1, 2, 4]]), segment_roles=np.array([[1, 2, 0, 1]]),
+               prompt_ids=np.array([[0, 3, 3, 0]]))
+  said = [microscope._label("pairs", batch, 0, number) for number in (1, 2, 3, 4)]
+  assert said[:3] == ["pair 1, chosen", "pair 1, rejected", "the prompt of segments 1, 2"]
+  assert said[3].startswith("pair 2, ") and microscope._label("rollouts", batch, 0, 1) == said[0].split(", ")[1]
+  assert microscope._label("texts", dict(segment_ids=batch["segment_ids"]), 0, 1) == ""
+
+
+def test_each_micro_batch_has_the_dropout_that_it_had_in_that_update(monkeypatch):
+  asked = []
+
+  def of_tokens(model, params, part, rng, cfg, *reference):
+    asked.append((model, params, cfg, reference))
+    return {"bits": jnp.broadcast_to(jax.random.bits(rng), part["tokens"].shape)}
+
+  monkeypatch.setattr(microscope, "of_tokens", of_tokens)
+  options = SimpleNamespace(micro_batch_size=2, seed=5)
+  run = SimpleNamespace(config=SimpleNamespace(strategy="cfg"), program=SimpleNamespace(options=options), model="model",
+                        mesh=mesh_lib.make_mesh({}, jax.devices()[:1]))
+  seen = microscope.Microscope(run, None)
+  found = seen._look(3.0, {"tokens": jnp.zeros((4, 1), int)}, 7, 4.0)["bits"]
+  expected = [int(jax.random.bits(update.step_key(5, 7, index))) for index in (0, 1, 0, 1)]
+  assert found[:, 0].tolist() == expected and len(set(expected)) == 2
+  assert asked[0][0] == "model" and asked[0][2] == "cfg" and len(asked[0][3]) == 1
+
+
+def paged(monkeypatch, lengths, rows=3, tokens=10):
+  """(which rows the page shows with how many tokens left, its notes), of rows of so many tokens, the last one first."""
+  monkeypatch.setattr(microscope, "MOST_ROWS", rows)
+  monkeypatch.setattr(microscope, "MOST_TOKENS", tokens)
+  asked, seen = [], object.__new__(microscope.Microscope)
+
+  def row(batch, numbers, number, loss, most, values):
+    asked.append((number, loss, most))
+    values += [{"weights": [0.5] * min(most, lengths[number])}]
+    return pages.tag("p", f"row {number}")
+
+  seen._row = row
+  batch = {"segment_ids": np.array([[1] * n + [0] * (20 - n) for n in lengths])}
+  order = list(range(len(lengths)))[::-1]
+  text = seen.page("The <title>", batch, {}, np.arange(len(lengths)) / 2, order, ["a note"])
+  return asked, [html.unescape(part) for part in re.findall("<p>(.*?)</p>", text)], text
+
+
+def test_a_page_has_so_many_rows_and_tokens(monkeypatch):
+  asked, said, text = paged(monkeypatch, [1, 2, 0, 3, 1])
+  assert asked == [(4, 2.0, 10), (3, 1.5, 9), (1, 0.5, 6)]  # row 2 is padding
+  assert said[:2] == ["a note", "The 3 row(s) with the highest loss of 4; all of them are in the file beside this one."]
+  assert said[2].startswith("Underlined: trained.") and said[3:] == ["row 4", "row 3", "row 1"]
+  assert "<h1>The &lt;title&gt;</h1>" in text
+  asked, said, _ = paged(monkeypatch, [5, 9, 1, 20])
+  assert asked == [(3, 1.5, 10)] and said[1].startswith("The 1 row(s) with the highest loss of 4; all")
+  assert paged(monkeypatch, [1, 9])[1][1] == "All 2 row(s), the highest loss first."
+
+
+@pytest.mark.parametrize("data, size, groups", [
+    ("pairs", 2, [[5], [1, 2], [3, 4]]), ("matches", 3, [[5], [1, 2, 3], [4]]),
+    ("rollouts", 1, [[5], [1], [2], [3], [4]])])
+def test_what_belongs_together_stands_side_by_side_after_what_it_shares(monkeypatch, data, size, groups):
+  """Segments 1 to 4, of which 5 is the prompt; 3 tokens each, of which 13 are shown."""
+  segments = np.repeat([5, 1, 2, 3, 4], 3)[None]
+  batch = dict(segment_ids=segments, tokens=np.arange(15)[None] + 65, loss_weights=(segments < 5) * 0.5,
+               positions=np.tile(np.arange(3), 5)[None], prompt_ids=np.where(segments < 5, 5, 0))
+  numbers = {name: np.ma.array(-np.arange(15.0)[None]) for name in ("logprobs", "ranks")}
+  numbers["top_tokens"] = np.ma.array(np.arange(15)[None] + 97, mask=segments == 5)
+  seen, values = object.__new__(microscope.Microscope), []
+  record = SimpleNamespace(data=data, sequences_each=lambda cfg: size)
+  monkeypatch.setattr(microscope.strategies, "of", lambda config: record)
+  monkeypatch.setattr(microscope.image_tokens, "layout_of", lambda model: None)
+  tokenizer = SimpleNamespace(decode=lambda ids, skip_special: "".join(map(chr, ids)))
+  seen._run = SimpleNamespace(config=SimpleNamespace(strategy=None), model=None, tokenizer=tokenizer)
+  seen._rows = SimpleNamespace(source=lambda batch, row: f"source of {row}")
+  text = str(seen._row(batch, numbers, 0, 1.23456, 13, values))
+  found = [[int(n) for n in re.findall(r"<h3>segment (\d)", part)] for part in text.split('<div class="pair">')[1:]]
+  assert found == groups and "row 0 · source of 0 · loss 1.2346" in text and 'id="row-0"' in text
+  boxes = [json.loads(html.unescape(box)) for box in re.findall(r'data-tokens="([^"]*)"', text)]
+  assert [(box["where"], box["ids"], box["positions"], box["instead"]) for box in boxes[:2]] == [
+      ("segment 5 · row 0", [65, 66, 67], [0, 1, 2], [""] * 3),
+      ("segment 1 · row 0", [68, 69, 70], [0, 1, 2], [*"def"])]
+  assert values[1] == {"logprobs": [-3, -4, -5], "ranks": [-3, -4, -5], "weights": [0.5] * 3} == boxes[1]["values"]
+  assert values[0]["weights"] == [0] * 3 and boxes[4]["ids"] == [77] and text.count("… 2 more token(s) of this") == 1
+
+
 # ----------------------------------------------------------------------------------------------
 # Memory.
 
@@ -370,8 +531,6 @@ def test_images_stand_where_their_tokens_are(tmp_path):
   assert sum(len(part["ids"]) for part in data["parts"]) + 3 * len(shown) == sum(len(row["tokens"]) for row in rows)
 
 
-
-
 # What the page's script does: colours by what the switch says, and the numbers of the token that is chosen.
 ACT = """
 const colours = () => new Set([...inside.querySelectorAll(".tokens > i")].map(i => i.style.backgroundColor));
@@ -408,3 +567,12 @@ def test_the_page_in_a_browser(rolled, width, dark):
           repr(value).replace("-", "−"))
       assert f"{label} {number} " in found[name] + " "
   assert found["chosen"] == 1
+
+
+def test_ranks_count_what_is_likelier():
+  """Of two tokens' logits, in chunks of two entries, of which the last of six is nobody's."""
+  kernel = jnp.array([[0.1, 0.5, 0.3, 0.5, 0.2, 9.0], [5.0, 4.0, 3.0, 2.0, 1.0, 9.0]])
+  found = [microscope.ranks(jnp.eye(2)[None], kernel, jnp.array([targets]), chunk=2, num_real_vocab=5)
+           for targets in ([1, 0], [4, 4], [3, 2])]
+  assert [ranks.tolist() for ranks, _ in found] == [[[1, 1]], [[4, 5]], [[1, 3]]]
+  assert {int(top[0, 1]) for _, top in found} == {0} and {int(top[0, 0]) for _, top in found} <= {1, 3}

@@ -12,6 +12,7 @@ import pytest
 
 from evaluators import loss as loss_evaluator
 from input_pipeline import loader
+from input_pipeline.examples import top_k
 from tests import tiny
 from tests.trainer import rollout_runs, test_image_runs
 from tests.trainer.strategies import test_dpo_runs as test_dpo
@@ -306,3 +307,81 @@ def test_rounding_of_a_recurrence_is_allowed_for_and_nothing_else():
     for row, allowed in (("I3", 0), ("I9", 1e-5)):
       check = invariances.Check(row, "x", allowed, lambda _, allowed=allowed: 1.1 * allowed + 1e-9)
       assert verify._measured(check, fixture).status == "FAIL"
+
+
+@pytest.mark.devices(1)
+def test_several_processes_are_refused(corpus, tmp_path, monkeypatch):
+  monkeypatch.setattr(verify.processes, "join", lambda limits: None)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(ConfigError, match="^--mode=verify runs in one process; give it a mesh of its devices.$"):
+    verify.verify(tiny.config(corpus), tmp_path)
+
+
+@pytest.mark.devices(1)
+@pytest.mark.parametrize("teacher, kept", [("/a/model", 0), (top_k.ROWS, 5)])
+def test_what_a_teacher_has_said_is_kept_only_where_nobody_else_says_it(corpus, tmp_path, teacher, kept):
+  c = tiny.config(corpus, strategy=strategy("distill", teacher=teacher, cached_top_k=5))
+  c.precision.frozen = "bfloat16"
+  s = verify.slice_of(config_checks.resolve(c), tmp_path)
+  assert s.strategy.cached_top_k == kept and s.precision.frozen == "float32"
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+  """Runs that only say that they were: {folder: callbacks}; their state counts them, their losses too."""
+  (tmp_path / "tokenizer.json").write_text("{}")
+  (tmp_path / "other").write_text("")
+  runs = []
+
+  def train(config, folder):
+    callbacks = {name: dict(cfg) for name, cfg in config.callbacks.items()}
+    runs.append((folder.name, callbacks, sorted(file.name for file in folder.iterdir())))
+    run = SimpleNamespace(state={"params": np.float32(1), "reference": np.float32(2), "n": np.arange(2)}, step=0,
+                          batch={"tokens": jnp.arange(3)}, mesh=None)
+    for name in callbacks:
+      if name == "capture":
+        capture = verify.Capture()
+        capture.on_train_begin(run)
+        for step in (1, 2):
+          run.batch = {"tokens": jnp.arange(3) + step}
+          capture.on_step_end(run, step, {})
+    rows = [{"step": 1, "loss": 2.0}, {"step": 1, "mfu": 1}, {"step": 2, "loss": 1.5}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.state["n"] = changed.get(len(runs), run.state["n"])
+    return run
+
+  changed = {}
+  monkeypatch.setattr(verify, "train", train)
+  monkeypatch.setattr(verify, "Fixture", lambda *given: given)
+  return runs, changed
+
+
+@pytest.mark.devices(1)
+def test_the_slice_is_run_in_one_go_then_stopped_and_continued(corpus, tmp_path, trained):
+  runs, changed = trained
+  given = tiny.config(corpus).lock()
+  folder = tmp_path / "verify"
+  folder.mkdir()
+  (config, of, run, params, reference, batch), (state, losses) = verify._straight(given, folder, tmp_path)
+  assert config is given and of == folder / "straight" and (params, reference) == (1, 2)
+  assert batch["tokens"].tolist() == [1, 2, 3]  # of the first step
+  assert losses == [(1, 2.0), (2, 1.5)] and state["n"].tolist() == [0, 1]
+  assert verify._resumed(given, folder, tmp_path, (state, losses)) == 0
+  files = ["tokenizer.json"]
+  assert runs == [("straight", {"capture": {"type": "trainer.modes.verify.Capture"}}, files),
+                  ("stopped", {"stop": {"type": "trainer.modes.verify.Stop"}}, files),
+                  ("stopped", {}, ["metrics.jsonl", *files])]
+  changed[5] = np.array([0, 2])  # what the one that is continued ends with
+  assert verify._resumed(given, folder, tmp_path, (state, losses)) == 1
+  assert verify._resumed(given, folder, tmp_path, (state, losses[:1])) == 1
+  assert "callbacks" in given and not given.callbacks
+
+
+def test_a_run_is_stopped_after_its_first_update_and_without_a_reference_there_is_none():
+  run = SimpleNamespace(step=0, stop_requested="")
+  for step, stopped in ((verify.STOP - 1, ""), (verify.STOP + 1, ""), (verify.STOP, "--mode=verify")):
+    run.step = step
+    verify.Stop().on_optimizer_step(run)
+    assert run.stop_requested == stopped
+  verify.Capture().on_train_begin(SimpleNamespace(state={"params": np.float32(3)}))
+  assert (verify.Capture.params, verify.Capture.reference) == (3, None)

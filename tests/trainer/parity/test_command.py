@@ -3,18 +3,23 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from absl import app
 
 from models import hf
 from models.hf import files
 from tests import tiny
 from tests.trainer.strategies import test_dpo_runs as test_dpo
 from tests.trainer.strategies import test_sft_runs as test_sft
+from trainer import startup, tree
 from trainer.config import defaults, strategy
 from trainer.errors import ConfigError
+from trainer.parity import command, record
 from trainer.parity.command import compare
 from trainer.telemetry.writers import read_rows
 
@@ -151,3 +156,109 @@ def test_losses_are_those_of_transformers(corpus, tmp_path, name):
   ours, theirs = (json.loads((tmp_path / "out" / f"{side}.json").read_text()) for side in ("weft", "peer"))
   for key in ("loss", "grad_norm"):
     np.testing.assert_allclose([row[key] for row in ours], [row[key] for row in theirs["steps"]], rtol=2e-5)
+
+
+# ----------------------------------------------------------------------------------------------
+# The command, without a run and without a peer.
+
+
+def test_the_command_compares_what_its_flags_say(monkeypatch, capsys):
+  called = []
+  flags = SimpleNamespace(workdir="w", steps=4, peer="a/python")
+  monkeypatch.setattr(command, "flags", SimpleNamespace(FLAGS=type("Flags", (dict,), vars(flags))(config="flag")))
+  config = {"precision": "p"}
+  monkeypatch.setattr(command.config_typed, "of_flag", lambda flag: (config, ["a note"]) if flag == "flag" else None)
+  monkeypatch.setattr(command, "compare", lambda *given: called.append(given) or 5)
+  for name in ("set_environment", "errors_of_savers_in_short", "keep_compiled_programs"):
+    monkeypatch.setattr(startup, name, lambda *given, name=name: called.append((name, *given)))
+  with pytest.raises(SystemExit) as ended:
+    command.main(["prog"])
+  assert ended.value.code == 5 and capsys.readouterr().out == "a note\n"
+  assert called == [("set_environment", "p"), ("errors_of_savers_in_short",), ("keep_compiled_programs",),
+                    (config, "w", 4, "a/python")]
+  with pytest.raises(app.UsageError, match="^unexpected arguments .'x'.$"):
+    command.main(["prog", "x"])
+
+
+def test_the_peer_is_run_once_it_has_what_it_needs(monkeypatch, tmp_path, corpus):
+  """Weft's side is not run again where it is there for the same config and steps."""
+  ran, trained = [], []
+  c = tiny.config(corpus)
+
+  def train(config, folder):
+    trained.append(folder)
+    folder.mkdir(parents=True)
+
+  monkeypatch.setattr("trainer.main.train", train)
+
+  def run(command, **options):
+    ran.append([str(part) for part in command])
+    return SimpleNamespace(returncode=0 if "-c" in command else 3, stderr="")
+
+  monkeypatch.setattr(command.subprocess, "run", run)
+  for _ in range(2):
+    assert compare(c, tmp_path / "w", 2, "a/python") == 3
+  assert trained == [tmp_path / "w" / "weft"] and (tmp_path / "w" / "peer.py").exists()
+  assert [ran[0][0], *ran[0][3:]] == ["a/python", "torch", "transformers"]
+  assert ran[1] == ["a/python", str(tmp_path / "w" / "peer.py"), str(tmp_path / "w")]
+  with pytest.raises(ConfigError, match="^.*/w holds the comparison of another config or other --steps. Give another"):
+    compare(c, tmp_path / "w", 3, "a/python")
+
+
+def test_what_is_recorded_of_each_step(tmp_path):
+  recorded = record.Record(str(tmp_path), 2)
+  run = SimpleNamespace(step=1, stop_requested="")
+  for step, stop in ((1, ""), (2, "trainer.parity")):
+    run.step = step
+    recorded.on_optimizer_step(run)
+    assert run.stop_requested == stop
+  run.stop_requested = "SIGTERM"
+  recorded.on_optimizer_step(run)
+  assert run.stop_requested == "SIGTERM"
+  recorded.on_step_end(run, 1, {"loss": 2.0, "grad_norm": 1.0})
+  recorded.on_step_end(run, 2, {"loss": 1.0, "objective": 1.5, "grad_norm": 0.5})
+  recorded.on_train_end(run)
+  assert json.loads((tmp_path / "weft.json").read_text()) == [
+      {"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.5, "grad_norm": 0.5}]
+
+
+def optimizer_of(rules):
+  return SimpleNamespace(learning_rate=0.1, weight_decay=0.2, rules=rules,
+                         schedule=lambda step, warmup: min((step + 1) / warmup, 1.0))
+
+
+def ruled(mult=1.0, decay=1.0, warmup=1):
+  return Rules(lr_mult=mult, wd_mult=decay, warmup_steps=warmup)
+
+
+class Rules(NamedTuple):
+  lr_mult: float
+  wd_mult: float
+  warmup_steps: int
+
+
+def grouped(monkeypatch, tensors, rules, extra=()):
+  shapes = {path: np.zeros(1) for path in [*rules, *extra]}
+  run = SimpleNamespace(program=SimpleNamespace(optimizer=optimizer_of(rules), abstract_state={
+      "params": tree.unflatten(shapes)}))
+  monkeypatch.setattr(record, "_tensors", lambda folder, shapes: tensors)
+  return record._groups(run, None, 3)
+
+
+def test_groups_have_the_rates_of_each_step_and_what_is_frozen_has_none(monkeypatch):
+  tensors = {"x": {"a/w"}, "y": {"b/w", "c/w"}, "z": {"d/w"}, "half": {"a/w", "d/w"}}
+  rules = {"a/w": ruled(2.0, 0.0), "b/w": ruled(warmup=2), "c/w": ruled(warmup=2)}
+  found, frozen = grouped(monkeypatch, tensors | {"half": {"d/w"}}, rules, ["d/w"])
+  assert [(group["tensors"], group["weight_decay"]) for group in found] == [(["x"], 0.0), (["y"], 0.2)]
+  np.testing.assert_allclose([group["lr"] for group in found], [[0.2, 0.2, 0.2], [0.05, 0.1, 0.1]])
+  assert frozen == ["half", "z"]
+  with pytest.raises(ConfigError, match="^half holds a/w, d/w, which the optimizer treats differently; PyTorch"):
+    grouped(monkeypatch, tensors, rules, ["d/w"])
+
+
+def test_adapters_are_one_group(monkeypatch):
+  one = {"attn/lora_a": ruled(), "attn/lora_b": ruled()}
+  (group,), frozen = grouped(monkeypatch, {"never": {"asked"}}, one)
+  assert group["tensors"] is None and frozen == []
+  with pytest.raises(ConfigError, match="^the peer trains adapters alone, all by the same rules. Leave out optimizer."):
+    grouped(monkeypatch, {}, one | {"attn/lora_b": ruled(2.0)})

@@ -369,3 +369,63 @@ def test_shares_of_idle_time_are_of_the_time_since_the_rollout_before(monkeypatc
   assert metrics == pytest.approx({"rollout/staleness": 2.0, "rollout/groups_dropped": 3.0,
                                    "rollout/idle_trainer": 0.2, "rollout/idle_sampler": 0.4})
   assert (ahead._since, ahead._waited, ahead._busy, ahead._dropped) == (150.0, 0.0, 0.0, 0)
+
+
+@pytest.mark.parametrize("began, idle_sampler", [(None, 0.7), (104.0, 0.1), (90.0, 0.0)])
+def test_what_stood_still_is_a_share_of_the_time_since_the_rollout_before(monkeypatch, began, idle_sampler):
+  """10 s, in 2 of which updates waited and in 3 of which was sampled; and since `began`, which may be before."""
+  monkeypatch.setattr(ahead_lib, "time", SimpleNamespace(perf_counter=lambda: 110.0))
+  ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2)
+  ahead.ready.append(Rollout(5, 3, 5, 1, 1, 24, [0] * 4, experience.collect([]), {}, None, []))
+  ahead._since, ahead._waited, ahead._busy, ahead._began, ahead._dropped = 100.0, 2.0, 3.0, began, 8
+  rollout, metrics = ahead.pop()
+  assert rollout.number == 5 and metrics == {
+      "rollout/staleness": 2.0, "rollout/groups_dropped": 8.0, "rollout/idle_trainer": pytest.approx(0.2),
+      "rollout/idle_sampler": pytest.approx(idle_sampler)}
+  ahead.ready.append(rollout)
+  ahead._began = None
+  monkeypatch.setattr(ahead_lib, "time", SimpleNamespace(perf_counter=lambda: 111.0))
+  again = ahead.pop()[1]
+  assert (again["rollout/idle_trainer"], again["rollout/idle_sampler"], again["rollout/groups_dropped"]) == (0, 1, 0)
+
+
+def test_the_policy_that_samples_is_handed_over_without_its_critic():
+  ahead, asked = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2), []
+  run = SimpleNamespace(state={"params": {"w": 1, "critic": 2}}, program=SimpleNamespace(
+      optimizer=SimpleNamespace(trainable="those")))
+  assert ahead._policy(run) == {"w": 1}
+  ahead._handover = lambda params, trainable: asked.append((params, trainable)) or {"w": 3, "critic": 4}
+  assert ahead._policy(run) == {"w": 3} and asked == [({"w": 1, "critic": 2}, "those")]
+
+
+def test_what_is_dropped_after_a_restart_is_told(caplog):
+  ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2)
+  last, *ready = (Rollout(n, version, n, 1, 1, 4 * n, [0] * n, experience.collect([]), {}, None, [])
+                  for n, version in ((4, 3), (5, 3), (6, 3), (7, 6)))
+  ahead.restore(5, last, ready)
+  assert [rollout.number for rollout in ahead.ready] == [5]
+  assert ("13 groups that were sampled ahead (rollouts 6 to 7) are dropped, from the first on whose policy is more "
+          "than rollout.max_staleness=2 updates old.") in caplog.text
+  ahead.restore(5, last, ready[1:])
+  assert ahead.made is last and not ahead.ready
+
+
+def test_tokens_are_as_old_as_the_policies_that_said_them():
+  """10 tokens of version 3 and 30 of version 5, trained on after 7 updates."""
+  newer = iter([None, ("p4", 5)])
+  policies = Policies("p3", 3, lambda look, version: next(newer))
+  assert policies.look() is None and policies.staleness(7) == {}
+  assert policies.look() == "p4" and (policies.version, policies.changes) == (5, [(2, 5)])
+  policies.tokens.update({3: 10, 5: 30})
+  assert policies.staleness(7) == {"rollout/token_staleness": (4 * 10 + 2 * 30) / 40,
+                                   "rollout/max_token_staleness": 4.0, "rollout/policy_changes": 1.0}
+  assert Policies("p", 3).look() is None and Policies("p", 3).staleness(7) == {}
+
+
+def test_the_time_of_sampling_counts_from_the_rollout_before(monkeypatch):
+  """It began 6 s before it ends, of which 4 s are since the last rollout was taken."""
+  clock = iter([100.0, 106.0])
+  monkeypatch.setattr(ahead_lib, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+  ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2)
+  ahead._since, ahead._busy = 102.0, 1.0
+  assert ahead._timed(lambda: "made") == "made" and ahead._busy == 5.0 and ahead._began is None

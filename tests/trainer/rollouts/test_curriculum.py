@@ -10,7 +10,9 @@ import pytest
 from tests.trainer import rollout_runs
 from tests.trainer.rollout_runs import STOP, assert_same_state, table
 from trainer import train
+from trainer.config import defaults, strategy
 from trainer.errors import ConfigError
+from trainer.rollouts import curriculum as curriculum_lib
 from trainer.rollouts.curriculum import Curriculum, chance
 
 
@@ -127,3 +129,34 @@ def test_of_other_prompts_nothing_is_known(caplog):
 def test_what_cannot_work_is_refused(prompts, tmp_path, rollout, said):
   with pytest.raises(ConfigError, match=said):
     train(config(prompts, rollout=rollout), tmp_path / "w")
+
+
+@pytest.mark.parametrize("target, floor, rewarded, said", [
+    (0.0, 0.1, True, "rollout.curriculum_target is 0.0; a share"),
+    (1.0, 0.1, True, "rollout.curriculum_target is 1.0; a share"),
+    (0.5, 0.0, True, "rollout.curriculum_floor is 0.0; it must be above 0"),
+    (0.5, 1.1, True, "rollout.curriculum_floor is 1.1; it must be above 0"),
+    (0.5, 0.1, False, "rollout.curriculum_target is 0.5, but strategy 'grpo' does not learn from rewards. Leave it ou"),
+    (0.5, 1.0, True, None), (None, 0.0, False, None)])
+def test_limits_of_what_can_be_aimed_at(target, floor, rewarded, said):
+  c = defaults()
+  c.strategy = strategy("grpo")
+  c.rollout.update(curriculum_target=target, curriculum_floor=floor)
+  if said is None:
+    curriculum_lib.check(c, rewarded)
+  else:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+      curriculum_lib.check(c, rewarded)
+
+
+def test_a_stream_that_ends_gives_what_it_has_and_without_a_target_all():
+  taken = stream_of([0.5, 0.5], curriculum_target=None)
+  taken._prompts.num_items = 5
+  assert taken.choose(1, 3, None) == ([1, 2, 3], 4) and taken.choose(4, 3, None) == ([4], 5)
+  assert taken.unmeasured() is None and taken.after(None, [], 2) == (None, {})
+  rates = np.array([1.0, 0.5])
+  measured = stream_of([0, 0])
+  found, others = measured.restored({"pass_rates": rates, "tokens": 7}, "a")
+  assert found is rates and others == {"tokens": 7}
+  assert np.isnan(measured.restored({"pass_rates": rates}, "b")[0]).all()
+  assert taken.restored({"pass_rates": rates}, "a") == (None, {})

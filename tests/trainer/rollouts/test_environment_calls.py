@@ -274,3 +274,20 @@ def test_a_reset_that_hangs_has_no_reward(tmp_path, monkeypatch):
 def test_a_limit_of_nothing_is_refused(tmp_path):
   with pytest.raises(ConfigError, match="rollout.environment_timeout_seconds is 0"):
     setup(tmp_path, [{"q": "Hi"}], env="Guess", environment_timeout_seconds=0.0)
+
+
+def test_too_many_that_hang_at_the_same_time_end_the_run(monkeypatch):
+  release = threading.Event()
+  hanging = [threading.Thread(target=release.wait, daemon=True) for _ in range(3)]
+  for thread in hanging:
+    thread.start()
+  monkeypatch.setattr(calls, "GRACE_SECONDS", 0.0)
+  monkeypatch.setattr(calls, "_left", [*hanging, threading.Thread()])  # one has ended
+  monkeypatch.setattr(calls, "MOST_LEFT", 3)
+  calls._check_left()
+  assert calls._left == hanging
+  monkeypatch.setattr(calls, "MOST_LEFT", 2)
+  with pytest.raises(calls.TooManyLeft, match=r"^3 calls of rollout.environment hang at the same time, each for "
+                     r"longer than rollout.environment_timeout_seconds, the last \(.*, in \w+\). Correct"):
+    calls._check_left()
+  release.set()

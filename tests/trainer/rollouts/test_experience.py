@@ -1,5 +1,7 @@
 """Batches from experience: every sequence once, whole, where its unit is; few shapes; nothing lost on the way."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
 from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer.generate.image_tokens import Layout
 from trainer.modes.fixture import completions_apart
+from trainer.rollouts import experience as experience_lib
 from trainer.rollouts.experience import Experience, RowFormat, Trajectory, collect, make_batch
 from trainer.strategies import sequences
 
@@ -247,3 +250,40 @@ def test_experience_of_images_is_no_larger_than_of_texts():
   form = RowFormat(16, 0, 1, LAYOUT)
   for key, part in make_batch(again, np.arange(1), form, images=PICTURES).items():
     np.testing.assert_array_equal(part, make_batch(experience, np.arange(1), form, images=PICTURES)[key])
+
+
+def test_what_an_environment_showed_belongs_to_its_trajectory():
+  """Also after a checkpoint, which has arrays alone."""
+  shown = [(b"first", b""), (), (b"\x00\xff", b"last")]
+  members = [(dataclasses.replace(sequence(3, 10 * n), images=images), 0.5, 0) for n, images in enumerate(shown)]
+  made = collect([members[:1], members[1:]])
+  expected = [(0, b"first"), (0, b""), (2, b"\x00\xff"), (2, b"last")]
+  assert made.images == expected and Experience(**made.arrays()).images == expected
+  assert made.image_sizes.tolist() == [5, 0, 2, 4] and made.image_owners.tolist() == [0, 0, 2, 2]
+  assert collect(units()).images == [] and "image_bytes" not in collect(units()).arrays()
+
+
+def test_experience_is_column_by_column_what_was_collected():
+  made = collect(units())
+  members = [(unit, *member) for unit, those in enumerate(units()) for member in those]
+  assert made.units.tolist() == [unit for unit, *_ in members] and made.num_units == len(LENGTHS)
+  assert made.lengths.tolist() == [len(one.ids) for _, one, _, _ in members]
+  assert made.sources.tolist() == [number for *_, number in members]
+  assert made.prompt_lengths.tolist() == [1] * len(members) and made.numbers.tolist() == [-1] * len(members)
+  np.testing.assert_array_equal(made.tokens, np.concatenate([one.ids for _, one, _, _ in members]))
+  nothing = collect([])
+  assert nothing.num_units == 0 and nothing.arrays() == {} and nothing.tokens.dtype == np.int32
+  assert made.experts is None
+
+
+def test_experts_are_known_only_if_they_are_of_all():
+  known = [(dataclasses.replace(sequence(2, n), experts=np.full((2, 1, 1), n, np.int16)), 0.0, 0) for n in (3, 4)]
+  assert collect([known]).experts.reshape(-1).tolist() == [3, 3, 4, 4]
+  assert collect([known, [(sequence(2, 5), 0.0, 0)]]).experts is None
+
+
+def test_a_unit_that_fits_no_row_and_no_unit_at_all():
+  made = collect([[(sequence(9, 0), 0.0, 0), (sequence(8, 100), 0.0, 0)]])
+  assert experience_lib._whole_rows(made, [[0, 1]], 17) == [[0, 1]] and experience_lib._whole_rows(made, [], 16) == []
+  with pytest.raises(ValueError, match="^a unit of 17 tokens does not fit into a row of 16$"):
+    experience_lib._whole_rows(made, [[0, 1]], 16)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,8 @@ from trainer import train
 from trainer.config import defaults, reward
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
-from trainer.rollouts.reward_models import RewardModels
+from trainer.rollouts import reward_models
+from trainer.rollouts.reward_models import RewardModel, RewardModels
 from trainer.rollouts.reward_pool import Group
 
 
@@ -111,3 +113,98 @@ def test_what_scores_nothing_is_refused(tmp_path, folder):
     models_of(tiny.hf_folder(tmp_path / "three", head="score", num_labels=3))
   with pytest.raises(ConfigError, match="rollout.rewards.taste.path is .*, which is no folder"):
     models_of(tmp_path / "nothing")
+
+
+# ----------------------------------------------------------------------------------------------
+# Of models that are not there.
+
+
+def of_tokens(most=None, batch_size=3, shards=1):
+  """A model whose score is the sum of a text's tokens; what it is given, as (rows, length, tokens of the rows)."""
+  made, asked = object.__new__(RewardModel), []
+  made._key, made._path, made._params, made.fingerprint, made._most = "k", "a/model", "params", "", most
+  made._mesh, made._config = "mesh", SimpleNamespace(
+      rollout=SimpleNamespace(batch_size=batch_size), activation_rules=(), sharding_rules=())
+  made._encoder = SimpleNamespace(ids=lambda prompt, completion, columns, where: np.array(
+      [len(prompt), *map(ord, completion)]))
+
+  def scores(params, batch):
+    assert params == "params" and set(batch) == {"tokens", "positions", "segment_ids", "segment_roles"}
+    there = batch["segment_ids"] == 1
+    asked.append((*there.shape, sorted(there.sum(1).tolist(), reverse=True) == there.sum(1).tolist()))
+    assert np.all(batch["positions"] == np.where(there, np.arange(there.shape[1]), 0))
+    assert np.all(batch["tokens"][~there] == 0) and batch["segment_roles"].tolist() == [[1]] * len(there)
+    return batch["tokens"].sum(1).astype(np.float32)
+
+  made._scores = scores
+  return made, asked
+
+
+@pytest.fixture
+def placed(monkeypatch):
+  monkeypatch.setattr(reward_models.mesh_lib, "batch_shards", lambda mesh: 2)
+  monkeypatch.setattr(reward_models.mesh_lib, "batch_sharding", lambda mesh: None)
+  monkeypatch.setattr(reward_models.mesh_lib, "place", lambda batch, sharding: batch)
+  monkeypatch.setattr(reward_models.mesh_lib, "activation_rules", lambda mesh, rules: mesh_lib.contextlib.nullcontext())
+
+
+def test_texts_of_similar_lengths_are_scored_together_and_each_has_its_own_score(placed):
+  """7 texts of these lengths, three at a time: rows by powers of two for two devices, lengths by multiples of 64."""
+  made, asked = of_tokens()
+  lengths = [3, 100, 1, 64, 65, 2, 1]
+  texts = [np.arange(n) + 10 * i for i, n in enumerate(lengths)]
+  assert made.score(texts).tolist() == [float(text.sum()) for text in texts]
+  assert asked == [(4, 128, True), (4, 64, True), (2, 64, True)]
+  assert made.score([]).shape == (0,) and len(asked) == 3
+
+
+def test_scores_stand_where_their_completions_do_and_what_cannot_be_scored_is_told(placed, caplog):
+  models = object.__new__(RewardModels)
+  one, other = of_tokens()[0], of_tokens(most=3)[0]
+  models.names, models._models = ("one", "other"), {"one": one, "other": other}
+  groups = [Group("pp", ["a", "bcd"], [[0]] * 2, {}, "x.jsonl:1"), Group("", ["ef", "ghi"], [[0]] * 2, {}, "x.jsonl:2")]
+  values, failed, abstained = models.score(groups)
+  expected = [[2 + 97, 2 + 98 + 99 + 100], [101 + 102, 103 + 104 + 105]]
+  assert values[:, :, 0].tolist() == expected and values[:, 0, 1].tolist() == [99, 203]
+  assert failed.tolist() == [[[False, False], [False, True]]] * 2 and not abstained.any()
+  assert np.isnan(values[:, 1, 1]).all()
+  assert [record.getMessage() for record in caplog.records] == [
+      "rollout: rollout.rewards.other (model) failed for 2 completions, first: x.jsonl:1: 4 tokens, where a/model sees "
+      "3."]
+  assert len(other.encode(groups[1], "ef")) == 3
+
+
+def test_parameters_are_known_by_their_fingerprint(monkeypatch):
+  made, _ = of_tokens()
+  made._params, asked = None, []
+  leaf = jax.ShapeDtypeStruct((2, 3), np.float32)
+  made._model = SimpleNamespace(abstract_params=lambda: {"a": {"b": leaf}})
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  monkeypatch.setattr(reward_models.mesh_lib, "param_shardings", lambda *given: (
+      asked.append(given) or {"a": {"b": device}}, []))
+  monkeypatch.setattr(reward_models.teacher, "load", lambda *given: asked.append(given) or "loaded")
+  monkeypatch.setattr(reward_models, "fingerprint", lambda params: f"of {params}")
+  made._load()
+  assert made._params == "loaded" and made.fingerprint == "of loaded"
+  config, target, path, key = asked[1]
+  assert (config, path, key) == (made._config, "a/model", "k") and asked[0][1:] == ("mesh", ())
+  assert (target["a"]["b"].shape, target["a"]["b"].dtype, target["a"]["b"].sharding) == ((2, 3), np.float32, device)
+  models = object.__new__(RewardModels)
+  models.names, models._models = ("one", "new"), {"one": made, "new": of_tokens()[0]}
+  assert models.saved() == {"one": "of loaded"}
+  models.restore({"one": "of another"})
+  assert models._models["new"].fingerprint == ""
+  with pytest.raises(ConfigError, match="^k: a/model has the fingerprint of loaded; the model that this run was "
+                                        "trained with had of another. Give that one, as it was.$"):
+    made._load()
+
+
+@pytest.mark.parametrize("section, found", [
+    (dict(head="lm", num_labels=1), "no head that scores"), (dict(head="score", num_labels=3), "3 labels"),
+    (dict(head="score", num_labels=1, vision=dict(tower="siglip")), "images")])
+def test_models_that_give_no_single_score_of_a_text(monkeypatch, section, found):
+  model = defaults().model
+  model.update(section)
+  monkeypatch.setattr(reward_models.teacher, "find", lambda path, key: SimpleNamespace(section=model))
+  with pytest.raises(ConfigError, match=f"^k is 'p', a model with {found}. Give one with a single score of a text"):
+    RewardModel("k", "p", None, None)

@@ -226,3 +226,17 @@ def test_the_documentation_says_what_it_shows(tmp_path, monkeypatch):
     scores = scorer.score(groups)
   assert scores.values[0].tolist() == [[2.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
   assert scores.abstained[1].tolist() == [[True, False]] and scores.messages == []
+
+
+def test_a_model_is_computed_elsewhere_and_needs_a_path():
+  with pytest.raises(RuntimeError, match="^a reward of type 'model' is not computed in a process for rewards$"):
+    rewards.model([], [], [], path="p")
+  for path in (None, ""):
+    with pytest.raises(ConfigError, match="^rollout.rewards.mine: type 'model' needs a path. Set rollout.rewards.mi"):
+      rewards.make("mine", reward(type="model", path=path))
+
+
+def test_a_function_written_in_c_gets_all_columns():
+  made = rewards.make("mine", reward(type="builtins.max"))
+  assert made.takes is None and made.needs == () and made.arguments("p", ["a"], [[0]], {"x": 1}) == dict(
+      prompts=["p"], completions=["a"], completion_ids=[[0]], x=[1])

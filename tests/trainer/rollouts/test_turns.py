@@ -16,9 +16,9 @@ from trainer import train
 from trainer.errors import ConfigError
 from trainer.generate.completion import Completion
 from trainer.generate.sampler import Sampler
-from trainer.rollouts.environment_calls import Calls
+from trainer.rollouts.environment_calls import Answer, Calls, TookTooLong
 from trainer.rollouts.episode import Playing
-from trainer.rollouts.turns import Answers, Asked, Interleaved
+from trainer.rollouts.turns import Answers, Asked, Interleaved, _or_error
 
 pytestmark = pytest.mark.host_patches
 
@@ -225,3 +225,19 @@ def test_without_an_environment_there_is_nothing_to_interleave_or_to_keep(prompt
                            ("kept_texts", 4, "rollout.kept_texts is 4, but nothing answers completions")):
     with pytest.raises(ConfigError, match=says):
       train(rollout_runs.config(prompts, rollout={key: value}), tmp_path / "w")
+
+
+def test_what_a_call_raised_is_its_episode_s_unless_it_ends_the_run():
+  def fails():
+    raise ValueError("no turn")
+
+  try:
+    fails()
+  except ValueError as error:
+    told = _or_error(Answer(error=error))
+  line = fails.__code__.co_firstlineno + 1
+  assert told == {"error": f"ValueError: no turn ({__file__}:{line}, in fails)", "late": False}
+  assert _or_error(Answer({"reward": 1.0})) == {"reward": 1.0}
+  assert _or_error(Answer(error=TookTooLong("too long (a.py:3)"))) == {"error": "too long (a.py:3)", "late": True}
+  with pytest.raises(KeyboardInterrupt):
+    _or_error(Answer(error=KeyboardInterrupt()))

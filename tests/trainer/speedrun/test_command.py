@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 
@@ -163,3 +165,122 @@ def test_every_stage_of_the_configs_is_accepted(module, hf_folder):
     config = resolve(config)
     assert {metric.split("/")[1] for metric in columns.values()} <= set(config.evals)
     assert (config.init_from.path is None) == (stage == stages.names[0])
+
+
+# ----------------------------------------------------------------------------------------------
+# The command, without a stage that runs.
+
+
+class Child:
+  """A process that ends with a code; what is sent to it."""
+
+  def __init__(self, command, code=0):
+    self.command, self.sent = command, []
+    Child.last = self
+
+  def wait(self):
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.getsignal(number)(number, None)
+    return 7
+
+  def send_signal(self, number):
+    self.sent.append(number)
+
+
+def test_a_stop_is_handed_on_and_an_interrupt_reaches_both(monkeypatch):
+  before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+  monkeypatch.setattr(speedrun.subprocess, "Popen", Child)
+  assert speedrun.call(["a", "b"]) == 7
+  assert Child.last.command == ["a", "b"] and Child.last.sent == [signal.SIGTERM]
+  assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_each_seed_has_a_folder_and_its_overrides(monkeypatch, tmp_path):
+  ran, stages = [], types.SimpleNamespace(names=("a", "b"))
+  monkeypatch.setattr(speedrun, "run_stage", lambda stages, *given: ran.append(given) or given[0])
+  given = ["x=1", "b.y=2"]
+  assert speedrun.speedrun(stages, tmp_path / "w", [], given) == [{"a": "a", "b": "b"}]
+  speedrun.speedrun(stages, tmp_path / "w", ["3", "4"], given)
+  x, y = "--config.x=1", "--config.y=2"
+  assert ran == [("a", tmp_path / "w", [x]), ("b", tmp_path / "w", [x, y])] + [
+      (stage, tmp_path / "w" / f"seed-{seed}", [*more, f"--config.seed={seed}"])
+      for seed in "34" for stage, more in (("a", [x]), ("b", [x, y]))]
+  assert (tmp_path / "w" / "seed-4").is_dir()
+
+
+@pytest.mark.parametrize("terminal_there, questions, strategy, called", [
+    (True, ("q",), "sft", [["--temperature=0"]]), (False, (), "sft", []),
+    (False, ("q", "r"), "sft", [["--chat", "--temperature=0", "--max_new_tokens=64", "--prompt=q", "--prompt=r"]]),
+    (False, ("q",), "seq", [["--temperature=0", "--max_new_tokens=64", "--prompt=q"]])])
+def test_the_last_model_is_asked(monkeypatch, tmp_path, capsys, terminal_there, questions, strategy, called):
+  asked = []
+  (tmp_path / "config.json").write_text(json.dumps({"strategy": {"name": strategy}}))
+  monkeypatch.setattr(speedrun.subprocess, "call", asked.append)
+  for stream in ("stdin", "stdout"):
+    monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: terminal_there, raising=False)
+  speedrun.chat(types.SimpleNamespace(questions=questions), tmp_path)
+  first = [sys.executable, "-m", "trainer.generate", f"--workdir={tmp_path}"]
+  assert asked == [[*first, *more] for more in called]
+  said = capsys.readouterr().out
+  assert ("Talk to it" in said) == bool(called) and all(f"prompt {i}: {q}" in said for i, q in enumerate(
+      () if terminal_there else questions))
+
+
+@pytest.mark.parametrize("seeds, board, talk", [([], None, True), (["3", "5"], "B.md", True), ([], None, False)])
+def test_the_command_runs_writes_and_asks(monkeypatch, tmp_path, capsys, seeds, board, talk):
+  called, stages = [], types.SimpleNamespace(path="p.py", names=("a", "b"))
+  flags = types.SimpleNamespace(config="c", workdir=str(tmp_path / "w"), seeds=seeds, set=["x=1"], leaderboard=board,
+                                chat=talk)
+  (tmp_path / "w").mkdir()
+
+  def note(name, gives=None):
+    monkeypatch.setattr(speedrun, name, lambda *given: called.append((name, *given)) or gives)
+
+  note("Stages", stages)
+  note("check")
+  note("speedrun", ["runs"])
+  note("table", "rows")
+  note("add_to_leaderboard")
+  note("chat")
+  monkeypatch.setattr(speedrun.terminal, "table", lambda rows: f"the table of {rows}")
+  monkeypatch.setattr(speedrun, "flags", types.SimpleNamespace(FLAGS=flags))
+  speedrun.main(["prog"])
+  root = tmp_path / "w"
+  last = root / f"seed-{seeds[-1]}" if seeds else root
+  assert called == [("Stages", "c"), ("check", stages, root, ["x=1"]), ("speedrun", stages, root, seeds, ["x=1"]),
+                    ("table", stages, ["runs"]),
+                    *([("add_to_leaderboard", Path(board), stages, ["runs"], seeds, ["x=1"])] if board else []),
+                    *([("chat", stages, last / "b")] if talk else [])]
+  assert json.loads((root / "speedrun.json").read_text()) == {"config": "p.py", "seeds": seeds, "runs": ["runs"]}
+  assert "the table of rows" in capsys.readouterr().out
+  with pytest.raises(speedrun.app.UsageError, match="^unexpected arguments .'y'.; keys are set by --set=KEY=VALUE$"):
+    speedrun.main(["prog", "y"])
+
+  def refuse(*given):
+    raise ConfigError("no such stage")
+
+  monkeypatch.setattr(speedrun, "check", refuse)
+  with pytest.raises(SystemExit) as ended:
+    speedrun.main(["prog"])
+  assert ended.value.code == "\nConfigError: no such stage"
+
+
+@pytest.mark.parametrize("code, how, ends", [(3, "finished", 3), (-15, "finished", 1), (0, "stopped", 1)])
+def test_a_stage_that_is_not_finished_ends_it_and_its_time_is_kept(monkeypatch, tmp_path, capsys, code, how, ends):
+  (tmp_path / "a").mkdir()
+  file = tmp_path / "a" / "speedrun.json"
+  file.write_text(json.dumps({"seconds": 5.0}))
+  clock = iter([100.0, 107.0])
+  monkeypatch.setattr(speedrun, "time", types.SimpleNamespace(time=lambda: next(clock)))
+  monkeypatch.setattr(speedrun, "call", lambda command: code)
+  monkeypatch.setattr(speedrun, "last_end", lambda workdir: {"how": how})
+  with pytest.raises(SystemExit) as ended:
+    speedrun.run_stage(types.SimpleNamespace(path="p.py"), "a", tmp_path, ["--x=1"])
+  assert ended.value.code == ends and json.loads(file.read_text()) == {"seconds": 12.0}
+  said = capsys.readouterr()
+  assert said.err == "\nStage 'a' is not finished. The same command goes on where it was.\n"
+  assert said.out == f"\na: python -m trainer --config=p.py:a:{tmp_path} --workdir={tmp_path}/a --x=1\n\n"
+  command = ["-m", "trainer", f"--config=p.py:a:{tmp_path}", f"--workdir={tmp_path}/a", "--x=1"]
+  file.write_text(json.dumps({"command": command, "scores": {"loss": 1.0}}))
+  assert speedrun.run_stage(types.SimpleNamespace(path="p.py"), "a", tmp_path, ["--x=1"])["scores"] == {"loss": 1.0}
+  assert capsys.readouterr().out == f"\na: done before, in {tmp_path}/a\n"

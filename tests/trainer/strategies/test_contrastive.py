@@ -10,10 +10,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from input_pipeline.examples.roles import NEGATIVE, POSITIVE, QUERY
+from models.hf.sentence_transformers import Found
 from tests import tiny
 from tests.models.initial import initial
 from tests.trainer.strategies import pairs
 from trainer import tree, update
+from trainer.config import defaults, strategy
+from trainer.errors import ConfigError
 from trainer.metrics import to_floats
 from trainer.strategies import Objective, contrastive, similarity
 
@@ -224,3 +227,47 @@ def test_equal_texts_have_equal_hashes_and_no_others():
     for j, other in enumerate(texts):
       if one is not None and other is not None:
         assert (hashes[i] == hashes[j]).all() == (one == other), (one, other)
+
+
+def filled(monkeypatch, found=None, model=None, seq_len=100, **options):
+  """(strategy, model, lines) of a config whose folder says what `found` has."""
+  c = defaults()
+  c.seq_len, c.strategy = seq_len, strategy("contrastive", **options)
+  c.model.update(dict(head="embedding", hf=None if found is None else "a/folder") | (model or {}))
+  base = Found("mean", "query: ", "text: ", None)
+  monkeypatch.setattr(contrastive.sentence_transformers, "read", lambda folder: {
+      "a/folder": None if found is None else base._replace(**found)}[folder])
+  return c.strategy, c.model, contrastive.fill_in(c)
+
+
+def test_what_is_not_given_follows_from_the_folder_or_has_a_default(monkeypatch):
+  cfg, model, said = filled(monkeypatch, negatives=2)
+  assert (cfg.pooling, cfg.text_ends, cfg.query_prompt, cfg.document_prompt, cfg.max_length) == (
+      "last", "eos", "", "", 25)
+  assert (cfg.as_messages, cfg.generation_prompt, cfg.bias, model.similarity) == (None, False, None, "fixed")
+  assert said == [f"strategy: pooling = last, max_length = 25 tokens of a text, temperature = {cfg.temperature:g}"]
+  cfg, model, said = filled(monkeypatch, dict(max_length=20, as_messages=True), negatives=2)
+  assert (cfg.pooling, cfg.text_ends, cfg.query_prompt, cfg.document_prompt, cfg.max_length) == (
+      "mean", "tokenizer", "query: ", "text: ", 20)
+  assert cfg.as_messages is True and len(said) == 1
+  assert filled(monkeypatch, dict(max_length=26), negatives=2)[0].max_length == 25  # no longer than a row has room for
+  assert filled(monkeypatch, dict(max_length=20), max_length=30)[0].max_length == 30
+  assert filled(monkeypatch, as_messages=True)[0].text_ends == "tokenizer"
+  cfg, model, _ = filled(monkeypatch, loss="siglip")
+  assert (cfg.bias, model.similarity) == (-10.0, "scale_bias")
+  assert filled(monkeypatch, model=dict(head="lm"))[1].similarity is None
+  assert filled(monkeypatch, temperature=0.5, bias=-3.0, loss="siglip")[0].bias == -3.0
+
+
+def test_what_the_config_says_of_it_wins_over_the_folder_and_is_told(monkeypatch):
+  cfg, _, said = filled(monkeypatch, {}, pooling="last", query_prompt="query: ")
+  assert cfg.pooling == "last" and said[:-1] == [
+      "strategy.pooling = 'last', as this config says; a/folder says 'mean'"]
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(max_length=0), "strategy.max_length is 0; it must be 1 or more"),
+    (dict(negatives=-1), "strategy.negatives is -1; it must be 0 or more")])
+def test_lengths_that_cannot_be(monkeypatch, options, message):
+  with pytest.raises(ConfigError, match=message):
+    filled(monkeypatch, **options)

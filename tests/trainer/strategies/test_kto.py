@@ -15,7 +15,7 @@ from tests.trainer import test_update
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import options
 from trainer.errors import ConfigError
-from trainer.metrics import to_floats
+from trainer.metrics import Mean, to_floats
 from trainer.strategies import kto
 
 LABELS = (DESIRABLE, UNDESIRABLE, UNDESIRABLE, DESIRABLE, DESIRABLE, UNDESIRABLE)
@@ -199,3 +199,19 @@ def test_options_that_cannot_work(changed, steps, message):
 def test_options_that_can():
   kto.check(options("kto"), 1)
   kto.check(options("kto", loss="apo_zero_unpaired"), 4)
+
+
+def test_a_difference_of_means_adds_up_each_by_itself():
+  """Of two evaluated batches: (1 + 6) / (1 + 2) - (4 + 0) / (1 + 3)."""
+  one = kto.Difference(Mean(1.0, 1.0), Mean(4.0, 1.0))
+  whole = one + kto.Difference(Mean(6.0, 2.0), Mean(0.0, 3.0))
+  assert whole.to_floats("x") == {"x": pytest.approx(7 / 3 - 1)}
+  for plus, minus in ((0.0, 1.0), (1.0, 0.0)):
+    assert kto.Difference(Mean(1.0, plus), Mean(1.0, minus)).to_floats("x") == {}
+
+
+@pytest.mark.parametrize("loss, estimated, no_sums", [("kto", True, {"loss"}), ("apo_zero_unpaired", False, set())])
+def test_the_loss_from_which_a_mean_is_subtracted_is_no_sum(loss, estimated, no_sums):
+  cfg = options("kto", loss=loss)
+  assert kto.no_sums(cfg) == no_sums and kto.needs_mismatched(cfg) == estimated
+  assert kto.at_reference(cfg) == {"rewards/margins": 0.0}

@@ -305,3 +305,23 @@ def test_bad_arguments():
     token_stats(*inputs(), chunk=16, want=("perplexity",))
   with pytest.raises(ValueError, match="temperature above 0"):
     token_stats(*inputs(), chunk=16, temperature=0.0)
+
+
+def test_whether_a_target_is_the_likeliest_can_be_asked_alone():
+  hidden, kernel = jnp.eye(3)[None], jnp.array([[0.0, 2, 1, 1.5], [3, 0, 1, 2], [0, 0, 0, 1]])
+  stats = token_stats(hidden, kernel, jnp.array([[1, 3, 3]]), chunk=2, want=("is_top",))
+  assert stats.is_top.tolist() == [[1, 0, 1]] and stats.logprob is None
+
+
+def test_without_a_gradient_tokens_in_chunks_have_their_statistics(monkeypatch):
+  """Of those that count, by NumPy in float64."""
+  monkeypatch.setattr(logprobs, "MIN_TOKENS", 1)
+  rng = np.random.default_rng(0)
+  hidden, kernel, targets = rng.normal(size=(2, 5, 3)), rng.normal(size=(3, 8)), rng.integers(0, 8, (2, 5))
+  counts = rng.random((2, 5)) < 0.6
+  found = token_stats(jnp.asarray(hidden, jnp.float32), jnp.asarray(kernel, jnp.float32), jnp.asarray(targets), chunk=4,
+                      want=("logprob",), counts_BxT=jnp.asarray(counts)).logprob
+  z = hidden @ kernel
+  logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
+  expected = np.take_along_axis(logp, targets[..., None], -1)[..., 0]
+  np.testing.assert_allclose(np.asarray(found)[counts], expected[counts], rtol=1e-5)

@@ -201,3 +201,27 @@ def test_options_that_are_not_given_follow_from_others():
 def test_options_that_cannot_work_are_refused(changed, message):
   with pytest.raises(ConfigError, match=message):
     ppo.check(filled(**changed).strategy, 1, None)
+
+
+def test_a_reference_that_moves_does_so_after_so_many_steps():
+  assert filled(kl_coef=0.1, reference_ema=0.5).strategy.reference_ema_steps == 512
+  assert filled(kl_coef=0.1, reference_ema=0.5, reference_ema_steps=3).strategy.reference_ema_steps == 3
+  assert filled(kl_coef=0.1).strategy.reference_ema_steps is None and filled(kl_coef=0.1).strategy.reference_ema == 0.0
+  assert filled(rollout=dict(num_prompts=2, group_size=4)).rollout.group_size == 4
+  assert ppo.needs_reference(filled(kl_coef=0.1).strategy) and not ppo.needs_reference(filled(kl_coef=0.0).strategy)
+
+
+def test_what_there_is_to_see_of_each_token():
+  """Ratios of each token alone, and what is bounded of them."""
+  batch, params = batch_and_params()
+  lp = np.asarray(logps(params["logits"].astype(np.float64), batch), np.float32)
+  found = ppo.token_numbers({key: jnp.asarray(part) for key, part in batch.items()}, jnp.asarray(lp), cfg_of())
+  trained = batch["loss_weights"] > 0
+  ratio = np.exp(lp.astype(np.float64) - batch["old_logprobs"])[trained]
+  advantage = batch["token_advantages"][trained]
+  bounded = (advantage > 0) & (ratio > 1.25) | (advantage < 0) & (ratio < 0.8)
+  assert 0 < bounded.sum() < len(bounded)
+  held = {key: batch[key][trained] for key in ("old_values", "returns", "old_logprobs", "behavior_logprobs")}
+  for name, expected in (held | dict(ratios=ratio, advantages=advantage, clipped=bounded)).items():
+    np.testing.assert_allclose(np.asarray(found[name])[trained], expected, rtol=1e-5, err_msg=name)
+  assert len(found) == 7

@@ -209,3 +209,29 @@ def test_presets_are_what_their_equations_say(name):
   expected = EQUATIONS[name](sequences, 11)
   found = test_grpo.of_table(config.strategy, advantages=batch["advantages"].astype(np.float32))[0]
   assert found == pytest.approx(expected, rel=2e-5) and abs(expected) > 1e-2
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(clip="cispo", clip_high=0.99), "strategy.clip_high is 0.99; with clip='cispo' it is the cap on the ratio it"),
+    (dict(clip="cispo", clip_high=1.0), None), (dict(clip_low=1.0), None),
+    (dict(clip_low=1.01), "strategy.clip_low is 1.01; the ratio counts from 1 - clip_low on"),
+    (dict(clip_low=-0.1), "strategy.clip_low is -0.1; the ratio counts from 1 - clip_low on: it must be from 0 to 1."),
+    (dict(clip_high=-0.1), "strategy.clip_high is -0.1; the ratio counts up to 1 + clip_high: it must be from 0 on."),
+    (dict(clip_high=0.0), None), (dict(clip_dual=1.0), "strategy.clip_dual is 1.0; it bounds the ratio where the adva"),
+    (dict(clip_dual=0.0), None), (dict(aggregate="constant", aggregate_length=0), "strategy.aggregate_length is 0; it"),
+    (dict(aggregate="constant", aggregate_length=1), None), (dict(kl_coef=-0.1), "strategy.kl_coef is -0.1; it must b"),
+    (dict(entropy_coef=-0.1), "strategy.entropy_coef is -0.1; it must be a number from 0 on."),
+    (dict(correction="token_truncate", correction_min=1.1), "strategy.correction_min is 1.1, correction_max 3.0; they"),
+    (dict(correction="token_truncate", correction_max=0.9), "strategy.correction_min is 0.0, correction_max 0.9; they"),
+    (dict(correction="token_truncate", correction_min=0.5, correction_max=1.0), None),
+    (dict(kl_coef=0.1, reference_ema=1.1), "strategy.reference_ema is 1.1; it is the share"),
+    (dict(kl_coef=0.1, reference_ema=0.5, reference_ema_steps=0), "strategy.reference_ema_steps is 0; it must be 1 or"),
+    (dict(kl_coef=0.1, reference_ema=1.0, reference_ema_steps=1), None),
+    (dict(kl_coef=0.1, reference="none"), "strategy.reference is 'none', but strategy.kl_coef 0.1 compares the polic")])
+def test_where_each_option_ends(options, message):
+  config, _ = filled(**options)
+  if message is None:
+    presets.check(config.strategy, 1, config.model)
+  else:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+      presets.check(config.strategy, 1, config.model)

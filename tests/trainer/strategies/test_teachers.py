@@ -1,7 +1,9 @@
 """Runs with several teachers, and with what teachers say kept before the first step: the loss by all models' logits."""
 
 import json
+import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,11 @@ from tests.trainer.strategies import test_distill as distill
 from tests.trainer.strategies.pairs import jitted_logits
 from tests.trainer.strategies.test_distill import Keep
 from trainer import strategies, train
-from trainer.config import evaluator, source, strategy
+from trainer.config import defaults, evaluator, source, strategy
 from trainer.errors import ConfigError, DataError
+from trainer.metrics import to_floats
+from trainer.strategies import distill as distill_lib
+from trainer.strategies import teachers
 
 BETA, TEMPERATURE = 0.3, 0.7
 
@@ -463,3 +468,166 @@ def test_routes_that_cannot_be_are_refused(tmp_path):
       (dict(teachers={"a": a | {"keys": ("x",)}}, teacher_key=None), "strategy.teachers.a.keys is .* is not set")):
     with pytest.raises(ConfigError, match=message):
       train(routed_config(tmp_path, paths, **options), tmp_path / "w")
+
+
+# ----------------------------------------------------------------------------------------------
+# What a config says of teachers, of models that are not there.
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+  """Paths that all lead to a teacher of text, with so many tokens as `sizes` says: (path, key) of those asked for."""
+  asked = []
+  tower = SimpleNamespace(vision=SimpleNamespace(tower="none"))
+  monkeypatch.setattr(teachers.teacher, "find", lambda path, key="strategy.teacher": (
+      asked.append((path, key)) or SimpleNamespace(section=tower)))
+  monkeypatch.setattr(teachers.teacher, "check", lambda config, tokenizer, path, key: asked.append((path, key)))
+  monkeypatch.setattr(teachers.teacher, "make_model", lambda path, params, compute, key: SimpleNamespace(
+      num_real_vocab=int(path), no_prefix_sharing=None if path == "9" else f"{path} cannot", of=(params, compute, key)))
+  return asked
+
+
+def several(column=None, **options):
+  return strategy("distill", teachers=options, teacher_key=column)
+
+
+def test_teachers_are_what_the_config_says(anywhere):
+  found = teachers.of(several(a=dict(path="1", weight=2, sources=("x", "y")), b_2=dict(path="2")))
+  assert found == {"a": ("1", "strategy.teachers.a.path", 2.0, ("x", "y")),
+                   "b_2": ("2", "strategy.teachers.b_2.path", 1.0, ())}
+  assert anywhere == [("1", "strategy.teachers.a.path"), ("2", "strategy.teachers.b_2.path")]
+  assert teachers.of(strategy("distill", teacher="3")) == {"": ("3", "strategy.teacher", 1.0, ())}
+  assert teachers.of(strategy("distill", teacher="rows")) == {}
+  assert [teachers.routes(several(a=dict(path="1", sources=given))) for given in ((), ("x",))] == [False, True]
+
+
+@pytest.mark.parametrize("column, given, message", [
+    ("who", None, "strategy.teacher_key is 'who', but strategy.teachers is empty. Name those that rows choose from."),
+    (None, dict(path="1", wieght=2.0), "strategy.teachers.a has the key 'wieght'; allowed: path, weight, sources, key"),
+    (None, dict(path="1", weight=True), "strategy.teachers.a.weight is True; it must be of type float."),
+    (None, dict(path="1", weight=float("inf")), "strategy.teachers.a.weight is inf; it must be above 0."),
+    (None, dict(path="1", weight=-1.0), "strategy.teachers.a.weight is -1.0; it must be above 0."),
+    (None, dict(path="1", sources="x"), "strategy.teachers.a.sources is 'x'; it must be of type list."),
+    ("who", dict(path="1", weight=2.0), "strategy.teachers.a has a weight, and strategy.teacher_key is 'who': a row"),
+    ("who", dict(path="1", sources=("x",)), "strategy.teachers.a has sources, and strategy.teacher_key is 'who'"),
+    (None, dict(path="1", keys=("math",)), "strategy.teachers.a.keys is ('math',), but strategy.teacher_key is not se"),
+])
+def test_a_teacher_that_cannot_be_is_named(anywhere, column, given, message):
+  cfg = SimpleNamespace(teacher=None, teachers={} if given is None else {"a": given}, teacher_key=column)
+  cfg.get = vars(cfg).get
+  with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+    teachers.of(cfg)
+
+
+def test_weights_are_shares_of_those_that_teach_a_source(anywhere):
+  cfg = several(a=dict(path="1", weight=3.0), b=dict(path="2", sources=("x",)), c=dict(path="3", sources=("x", "y")))
+  found = teachers.weights(cfg, ("x", "y", "z"))
+  assert found.dtype == np.float32
+  np.testing.assert_allclose(found, [[0.6, 0.2, 0.2], [0.75, 0, 0.25], [1, 0, 0]], rtol=1e-6)
+  heard = teachers.heard(lambda params, batch, *rest: (batch, rest), cfg, ("x", "y", "z"))
+  batch = {"source_ids": jnp.array([2, 1])}
+  (found, rest) = heard("params", batch, "rng", 7)
+  assert rest == ("rng", 7) and found["source_ids"] is batch["source_ids"]
+  np.testing.assert_array_equal(found["teacher_numbers"], [[0, 1, 2]] * 2)
+  np.testing.assert_allclose(found["teacher_weights"], [[1, 0, 0], [0.75, 0, 0.25]])
+  # Of what is kept, [B, T, M, k], those of the row's own teachers come first.
+  (found, _) = heard("params", batch | {"teacher_ids": jnp.zeros((2, 4, 2, 5), int)})
+  np.testing.assert_array_equal(found["teacher_numbers"], [[0, 1], [0, 2]])
+  np.testing.assert_allclose(found["teacher_weights"], [[1, 0], [0.75, 0.25]])
+  shares = teachers.shares(found, 2)
+  assert [(whose.tolist(), share.tolist()) for whose, share in shares] == [
+      ([[0], [0]], [[1.0], [0.75]]), ([[1], [2]], [[0.0], [0.25]])]
+  for alone in (several(a=dict(path="1")), several("who", a=dict(path="1"), b=dict(path="2"))):
+    assert teachers.heard(test_weights_are_shares_of_those_that_teach_a_source, alone, ("x",)) is (
+        test_weights_are_shares_of_those_that_teach_a_source)
+  assert teachers.shares({}, 2) == []
+
+
+def test_a_place_hears_the_teacher_of_the_token_that_it_predicts():
+  batch = {teachers.routed.INDEX: jnp.array([[1, 0, 1, 0]])}
+  found = [(int(whose[0, 0]), share.tolist()) for whose, share in teachers.shares(batch, 2)]
+  assert found == [(0, [[1, 0, 1, 0]]), (1, [[0, 1, 0, 1]])]
+
+
+def test_each_teacher_s_loss_is_its_mean_where_it_is_heard():
+  losses, weights = [jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[5.0, 6.0], [7.0, 8.0]])], jnp.array(
+      [[1.0, 0.5], [0.0, 2.0]])
+  heard_as = [(jnp.array([[0], [1]]), jnp.array([[1.0], [0.5]])), (jnp.array([[1], [0]]), jnp.array([[0.0], [0.5]]))]
+  found = to_floats(jax.device_get(teachers.metrics(["a", "b", "c"], losses, heard_as, weights)))
+  # a: of row 0 the first, of row 1 the second; b: of row 1 the first.
+  assert found == {"teachers/a/loss": pytest.approx((1 + 0.5 * 2 + 2 * 8) / 3.5), "teachers/a/tokens": 3.5,
+                   "teachers/b/loss": 4.0, "teachers/b/tokens": 2.0, "teachers/c/tokens": 0.0}
+
+
+def test_what_is_kept_of_teachers_has_their_names():
+  one, cfg = strategy("distill", teacher="1"), several(a=dict(path="1"), b=dict(path="2"))
+  assert teachers.joined({"": 5}) == 5 and teachers.apart(one, 5) == {"": 5}
+  assert teachers.joined({"a": 1, "b": 2}) == {"a": 1, "b": 2} and teachers.apart(cfg, {"b": 2, "a": 1}) == {
+      "a": 1, "b": 2}
+
+
+def checked(cached_top_k=0, **sources):
+  """A config with sources x, y and z, of which the last has no weight, and teachers of these sources."""
+  c = defaults()
+  c.input.sources = {name: source(path="p", weight=weight) for name, weight in (("x", 1.0), ("y", 2.0), ("z", 0.0))}
+  c.strategy = several(**{name: dict(path=str(8 + len(name)), sources=of) for name, of in sources.items()})
+  c.strategy.cached_top_k = cached_top_k
+  return c
+
+
+@pytest.mark.parametrize("config, streamed, message", [
+    (checked(a=("v", "x")), None, "strategy.teachers.a.sources has 'v'; the sources are x, y, z."),
+    (checked(a=(), b=("z",)), None, "strategy.teachers.b.sources is ('z',), none of which is used: their weight is 0."),
+    (checked(a=("x",), b=("z", "x")), None, "input.sources.y has no teacher: each of strategy.teachers is one of othe"),
+    (checked(4, a=()), "y", "strategy.cached_top_k is 4, but input.sources.y.stream_files is 3: a teacher reads all d"),
+    (checked(10, a=(), bb=()), None, "strategy.cached_top_k is 10, but there are 9 tokens. Use at most that, or 0 for"),
+    (checked(9, a=("x",), b=("y", "z")), None, None), (checked(0, a=()), "y", None), (checked(9, a=()), "z", None)])
+def test_sources_without_a_teacher_and_others_are_refused(anywhere, config, streamed, message):
+  if streamed:
+    config.input.sources[streamed].stream_files = 3
+  tokenizer = SimpleNamespace(vocab_size=20)
+  if message is None:
+    teachers.check(config, tokenizer)
+    assert ("9", "strategy.teachers.a.path") in anywhere
+  else:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+      teachers.check(config, tokenizer)
+
+
+def test_what_rows_bring_of_a_teacher_is_of_the_run_s_tokens(anywhere):
+  c = checked(a=())
+  c.strategy = strategy("distill", teacher="rows", cached_top_k=20)
+  teachers.check(c, SimpleNamespace(vocab_size=20))
+  with pytest.raises(ConfigError, match="^strategy.cached_top_k is 20, but there are 19 tokens. Use at most as many"):
+    teachers.check(c, SimpleNamespace(vocab_size=19))
+  assert anywhere == []
+
+
+def test_models_of_teachers(anywhere):
+  c = checked(a=(), bb=())
+  c.precision.update(params="float32", compute="bfloat16")
+  made = teachers.make_model(c, teachers.of(c.strategy)["bb"])
+  assert made.of == ("float32", "bfloat16", "strategy.teachers.bb.path")
+  assert teachers.no_prefix_sharing(c.strategy) == "10 cannot"
+  assert teachers.no_prefix_sharing(strategy("distill", teacher="9")) is None
+
+
+@pytest.mark.parametrize("cfg, tower, of_teacher, message", [
+    (dict(cached_top_k=-1), "none", "none", "strategy.cached_top_k is -1; it must be at least 0 (the whole distributi"),
+    ({}, "siglip", "none", "strategy distill learns from texts alone, but the student or its teacher sees images."),
+    ({}, "none", "siglip", "strategy distill learns from texts alone"),
+    (dict(beta=-0.1), "none", "none", "strategy.beta is -0.1; allowed: 0 (forward KL) to 1"),
+    (dict(teacher="rows"), "none", "none", "strategy.teacher is 'rows', and strategy.cached_top_k is 0. Say how many"),
+    (dict(teacher="rows", cached_top_k=2, temperature=2.0), "none", "none", "strategy.temperature is 2.0, but what ro"),
+    (dict(beta=0.0), "none", "none", None), (dict(beta=1.0), "none", "none", None)])
+def test_options_of_distillation_that_cannot_work(anywhere, monkeypatch, cfg, tower, of_teacher, message):
+  seen = SimpleNamespace(section=SimpleNamespace(vision=SimpleNamespace(tower=of_teacher)))
+  monkeypatch.setattr(teachers.teacher, "find", lambda path, key: seen)
+  monkeypatch.setattr(distill_lib.teacher, "find", lambda path, key="": seen)
+  given = strategy("distill", **{"teacher": "9", **cfg})
+  model = SimpleNamespace(vision=SimpleNamespace(tower=tower))
+  if message is None:
+    distill_lib.check(given, 1, model)
+  else:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+      distill_lib.check(given, 1, model)

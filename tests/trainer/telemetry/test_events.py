@@ -2,6 +2,7 @@
 
 import json
 import logging
+import types
 
 import pytest
 from absl import logging as absl_logging
@@ -96,3 +97,37 @@ def test_a_file_that_was_cut_is_read_as_far_as_it_goes(tmp_path):
   path.write_text(f'{good}\n{{"step": "no"}}\n[1]\n{{"step": 4, "kind": "other"}}\n{good[:9]}', encoding="utf-8")
   assert read_notes(path) == [{"step": 3, "time": "", "kind": "info", "name": "", "text": "x", "advice": ""}]
   assert read_notes(tmp_path / "none") == []
+
+
+def noting(tmp_path, step=3, total=9):
+  notes, said = Notes(), []
+  run = types.SimpleNamespace(workdir=tmp_path, step=step, total_steps=total, say=said.append, stop_requested="SIGTERM")
+  notes.on_train_begin(run)
+  return notes, run, said
+
+
+def test_notes_of_other_processes_are_not_written(tmp_path, monkeypatch):
+  monkeypatch.setattr("jax.process_index", lambda: 1)
+  notes, run, said = noting(tmp_path)
+  run.note("info", "a", "text")
+  notes.on_train_end(run)
+  assert said == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_note_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, capsys):
+  notes, run, said = noting(tmp_path)
+  (tmp_path / "notes.jsonl").unlink()
+  (tmp_path / "notes.jsonl").mkdir()
+  run.note("health", "a", "text", "advice")
+  notes._listen_no_more()
+  assert said == ["health, step 3: text advice"]
+  assert capsys.readouterr().err == f"A note was not written to {tmp_path}/notes.jsonl: Is a directory\n"
+  with pytest.raises(ValueError, match="^found kind 'helth'; allowed: "):
+    run.note("helth", "a", "text")
+
+
+def test_only_a_run_that_was_stopped_says_so(tmp_path):
+  for step, texts in ((9, []), (3, ["Stopped by SIGTERM after step 3 of 9."])):
+    notes, run, _ = noting(tmp_path, step)
+    notes.on_train_end(run)
+    assert [row["text"] for row in read_notes(tmp_path / "notes.jsonl")] == texts

@@ -261,3 +261,55 @@ def test_event_files_of_one_second_are_not_one_file(tmp_path):
   for _ in range(3):
     TensorBoardWriter(tmp_path, -1).close()
   assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 3 and writers.TensorBoardWriter is TensorBoardWriter
+
+
+class Started:
+  """A logger; `remedy` is what helps where it cannot be started."""
+
+  remedy = "Look at the network"
+  closed: list = []
+
+  def __init__(self, fails=None, **given):
+    self.given = given
+    if fails:
+      raise fails
+
+  def write_scalars(self, step, scalars):
+    pass
+
+  def close(self):
+    Started.closed.append(self.given)
+
+
+@pytest.mark.parametrize("error, said", [
+    (OSError("no route"), "loggers.second (mine) cannot be started: OSError: 'no route'. Look at the network, or leave "
+                          "out config.loggers.second."),
+    (ValueError("x" * 600), "loggers.second (mine) cannot be started: ValueError: '" + "x" * 500 + "'. Look at"),
+    (ConfigError("its own words"), "its own words")])
+def test_those_that_were_started_are_closed_again(tmp_path, error, said):
+  Started.closed = []
+  planned = [loggers.Planned(name, "mine", Started, given) for name, given in (
+      ("first", {"a": 1}), ("second", {"fails": error}))]
+  with pytest.raises(ConfigError) as told:
+    loggers.start(planned, tmp_path, tiny.ConfigDict())
+  assert str(told.value).startswith(said) and Started.closed == [{"a": 1}]
+
+
+def test_arguments_are_plain_and_know_the_workdir(tmp_path):
+  section = dict(a="{workdir}/x", b=("{workdir}", 1), c=dict(d=["{workdir}"]), e=None)
+  assert loggers._plain(section, tmp_path) == {
+      "a": f"{tmp_path}/x", "b": (str(tmp_path), 1), "c": {"d": [str(tmp_path)]}, "e": None}
+
+
+def test_of_what_cannot_be_known_nothing_is_refused():
+  loggers.check_arguments("loggers.a", "max", max, {"anything": 1})  # written in C
+
+
+def test_a_logger_that_cannot_be_closed_is_told(caplog):
+  class Stuck(Started):
+    def close(self):
+      raise OSError("disk full")
+
+  guarded = loggers.Guarded("mine", Stuck())
+  guarded.close()
+  assert "Logger 'mine': close failed: OSError: 'disk full'" in caplog.text

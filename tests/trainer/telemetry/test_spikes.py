@@ -12,6 +12,7 @@ from input_pipeline.prefetch import Prefetcher
 from tests import tiny
 from trainer import train
 from trainer.callbacks import Callback
+from trainer.config import defaults
 from trainer.errors import ConfigError
 from trainer.program import resolve
 from trainer.telemetry import spikes
@@ -288,3 +289,44 @@ def test_the_window_is_full_with_its_last_value(count):
   run = fake()
   feed(make(run), run, CALM[:count] + [100.0] * 2)
   assert (run.go_back is not None) == (count == 10)
+
+
+def test_going_back_takes_the_state_the_time_and_the_data_of_its_step():
+  """Of a run of nothing: what is given back to whom, in what order."""
+  called = []
+
+  def note(name, gives=None):
+    return lambda *given: called.append((name, *given)) or gives
+
+  old = {"params": jax.numpy.ones(2), "step": jax.numpy.int32(9), "nonfinite": jax.numpy.int32(3)}
+  state = {"params": jax.numpy.zeros(2), "step": jax.numpy.int32(4), "nonfinite": jax.numpy.int32(0)}
+  remembered = {"spikes": {"recent": [1.0], "above": 0, "found": 0, "rollbacks": 0}}
+  restored = types.SimpleNamespace(state=state, meta={"remembered": remembered, "seconds": {"train": 5.0}})
+  checkpoints = types.SimpleNamespace(
+      split=lambda state: (state, "left out"), restore=note("restore", restored), forget_after=note("forget"),
+      merge=lambda state, left_out: called.append(("merge", left_out)) or dict(state))
+  run = types.SimpleNamespace(
+      state=old, step=9, go_back=spikes.Spike(8, 4, 10), settle=note("settle"), checkpoints=checkpoints,
+      remembered={"spikes": {"recent": [2.0], "above": 1, "found": 2, "rollbacks": 1}}, callbacks=note("callbacks"),
+      chrono=types.SimpleNamespace(take_back=note("take back")), save=note("save"),
+      writer=types.SimpleNamespace(write_scalars=note("write")))
+  spikes.go_back(run, types.SimpleNamespace(seek=note("seek")))
+  (settled, (restore, step, target), *rest) = called
+  assert settled == ("settle",) and (restore, step) == ("restore", 4) and target["params"].shape == (2,)
+  assert rest == [("forget", 4), ("merge", "left out"), ("take back", {"train": 5.0}), ("seek", 10),
+                  ("write", 10, {"spikes/rollbacks": 2, "spikes/from_step": 4}), ("callbacks", "on_rollback", run),
+                  ("save",)]
+  assert (run.step, run.go_back, int(run.state["step"]), int(run.state["nonfinite"])) == (10, None, 10, 3)
+  assert run.state["params"].tolist() == [0, 0] and old["params"].is_deleted()
+  assert run.remembered["spikes"] == {"recent": [1.0], "above": 0, "found": 2, "rollbacks": 2}
+
+
+def test_what_is_sampled_cannot_be_left_out():
+  c = defaults()
+  c.spikes.action = "rollback"
+  spikes.check(c)
+  c.rollout.num_prompts = 2
+  with pytest.raises(ConfigError, match="^spikes.action is 'rollback', but what is trained on is sampled: there are n"):
+    spikes.check(c)
+  c.spikes.action = "warn"
+  spikes.check(c)

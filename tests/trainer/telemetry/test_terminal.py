@@ -30,3 +30,9 @@ def test_codes_go_to_terminals_alone(stream, no_color, coloured, monkeypatch):
 
 def test_the_example():
   assert doctest.testmod(terminal).attempted == 1 and doctest.testmod(terminal).failed == 0
+
+
+def test_columns_of_a_table_end_at_their_right_but_those_that_are_named():
+  rows = [["a", "number", "text"], ["long", "1", "b"]]
+  assert terminal.table(rows) == "a     number  text\nlong       1     b"
+  assert terminal.table(rows, left=(1, 2)) == "   a  number  text\nlong  1       b"

@@ -237,3 +237,15 @@ def test_devices_that_share_the_cores_share_their_peak(monkeypatch):
   monkeypatch.setattr(throughput, "measured_flops", lambda device, dtype: 8e9)
   monkeypatch.setattr(throughput.jax, "local_device_count", lambda: 4)
   assert throughput.peak_flops()[0] == 2e9
+
+
+@pytest.mark.parametrize("own, others, shown", [(1.0, 3.0, 1.5), (3.0, 1.0, 1.5), (0.0, 0.0, 0.0)])
+def test_data_are_as_late_as_for_the_process_that_waits_longest(clock, monkeypatch, own, others, shown):
+  monkeypatch.setattr(throughput.liveness, "longest_wait", lambda: others)
+  chrono = throughput.Chrono(flops_per_token=6.0)
+  chrono.start_window(0, 0)
+  clock[0] += 4.0
+  chrono.waited(own)
+  metrics = chrono.window(2, tokens_seen=800)
+  assert metrics["time/data"] == shown and metrics["time/split/train"] == 4.0 - own
+  assert metrics.get("time/split/data", 0.0) == own

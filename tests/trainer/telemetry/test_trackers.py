@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import struct
+import sys
 import time
+import types
 
 import pytest
 
@@ -185,3 +187,161 @@ def test_a_logger_of_clu_has_every_row(corpus, tmp_path):
   for step in range(1, 9):
     assert f"[{step}] collection=mine accuracy=" in done.stderr
   assert list((tmp_path / "w" / "clu").glob("events*"))
+
+
+# ----------------------------------------------------------------------------------------------
+# Stand-ins for both packages, with what of them is used.
+
+
+class Called:
+  """An object whose methods note what they are called with, and give what `gives` has of their name."""
+
+  def __init__(self, **gives):
+    self.gives, self.calls = gives, []
+
+  def __getattr__(self, name):
+    def called(*given, **named):
+      self.calls.append((name, given, named))
+      found = self.gives.get(name)
+      if isinstance(found, Exception):
+        raise found
+      return found
+    return called
+
+  def of(self, name):
+    return [(given, named) for called, given, named in self.calls if called == name]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+  run = Called()
+
+  def init(project=None, name=None, dir=None, id=None, mode=None, settings=None, tags=None, config=None, resume=None,
+           reinit=None, allow_val_change=None):
+    given = {key: value for key, value in locals().items() if key not in ("run", "asked") and value is not None}
+    asked.append(given)
+    return run
+
+  asked = []
+  package = types.ModuleType("wandb")
+  package.init, package.Html = init, lambda text, inject: ("html", text, inject)
+  monkeypatch.setitem(sys.modules, "wandb", package)
+  return asked, run
+
+
+def test_a_run_of_wandb_is_begun_and_continued_under_its_id(wandb, tmp_path):
+  asked, run = wandb
+  (tmp_path / "w").mkdir()
+  writer = trackers.WandbWriter(tmp_path / "w", "mine", {"seed": 3}, project="p", settings={"x": 1})
+  known = json.loads((tmp_path / "w" / "loggers" / "mine.json").read_text())
+  given = asked[0]
+  assert known == {"id": given["id"]} and len(given["id"]) == 12
+  assert given == dict(project="p", name="w", dir=str(tmp_path / "w"), allow_val_change=True, id=given["id"],
+                       resume="allow", reinit="create_new", config={"seed": 3},
+                       settings=dict(finish_timeout=loggers.CLOSE_SECONDS, x=1))
+  writer.write_scalars(7, {"loss": 0.5})
+  writer.write_texts(8, {"sample": "a<b"})
+  writer.close()
+  assert run.calls[:2] == [("define_metric", ("step",), dict(hidden=True)),
+                           ("define_metric", ("*",), dict(step_metric="step"))]
+  assert run.of("log") == [(({"loss": 0.5, "step": 7},), {}),
+                           (({"sample": ("html", "<pre>a&lt;b</pre>", False), "step": 8},), {})]
+  assert run.calls[-1] == ("finish", (), {})
+  trackers.WandbWriter(tmp_path / "w", "mine", {})
+  trackers.WandbWriter(tmp_path / "w", "mine", {}, id=given["id"])
+  assert [again["id"] for again in asked[1:]] == [given["id"]] * 2 and asked[1]["project"] == "weft"
+  with pytest.raises(ConfigError, match=f"^loggers.mine.id is 'other', but this workdir's run is '{given['id']}' there"
+                                        ". Leave id out to continue it, or delete .*loggers/mine.json to begin"):
+    trackers.WandbWriter(tmp_path / "w", "mine", {}, id="other")
+  trackers.WandbWriter(tmp_path / "w", "two", {}, id="of mine")
+  assert asked[-1]["id"] == "of mine" and trackers.Identity(tmp_path / "w", "two").read() == {"id": "of mine"}
+
+
+def test_arguments_of_wandb_that_cannot_be(wandb):
+  trackers.WandbWriter.check("loggers.a", dict(project="p"))
+  for key in ("resume", "config"):
+    with pytest.raises(ConfigError, match=f"^loggers.a.{key} is set by the run itself; leave it out.$"):
+      trackers.WandbWriter.check("loggers.a", {key: 1, "project": "p"})
+  with pytest.raises(ConfigError, match="^loggers.a: wandb.init does not take {'projct': 'p'}: .* It takes: project,"):
+    trackers.WandbWriter.check("loggers.a", dict(projct="p"))
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+  """(client, URIs that it was made for)."""
+  run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"), data=types.SimpleNamespace(params={}))
+  client, made = Called(create_experiment="7", create_run=run, get_run=run), []
+  package, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+  package.MlflowClient = lambda uri: made.append(uri) or client
+  entities.Metric, entities.Param, entities.RunTag = (lambda *given, kind=kind: (kind, *given) for kind in (
+      "metric", "param", "tag"))
+  package.entities = entities
+  monkeypatch.setitem(sys.modules, "mlflow", package)
+  monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+  monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+  monkeypatch.setattr(trackers, "time", types.SimpleNamespace(time=lambda: 12.3456))
+  return client, made
+
+
+def test_a_run_of_mlflow_lies_in_the_workdir_unless_told_otherwise(mlflow, tmp_path, monkeypatch):
+  client, made = mlflow
+  for name in ("w", "x", "y"):
+    (tmp_path / name).mkdir()
+  trackers.MlflowWriter(tmp_path / "w", "mine", {})
+  assert made == [f"sqlite:///{tmp_path / 'w' / 'mlflow' / 'mlflow.db'}"]
+  assert client.of("create_experiment") == [(("weft", (tmp_path / "w" / "mlflow" / "artifacts").as_uri()), {})]
+  assert client.of("create_run") == [(("7",), dict(run_name="w", tags={}))]
+  assert trackers.Identity(tmp_path / "w", "mine").read() == {"id": "r1", "tracking_uri": made[0]}
+  monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+  client.gives["get_experiment_by_name"] = types.SimpleNamespace(experiment_id="9")
+  trackers.MlflowWriter(tmp_path / "x", "mine", {}, experiment="e", run_name="n", tags={"a": "b"})
+  assert made[1:] == ["http://server"] and client.of("create_run")[1] == (("9",), dict(run_name="n", tags={"a": "b"}))
+  assert client.of("get_experiment_by_name")[1] == (("e",), {}) and len(client.of("create_experiment")) == 1
+  trackers.MlflowWriter(tmp_path / "y", "mine", {}, tracking_uri="http://other")
+  assert made[2:] == ["http://other"]
+  # It goes on in the workdir's own run.
+  trackers.MlflowWriter(tmp_path / "y", "mine", {}, tracking_uri="http://other")
+  assert client.of("update_run") == [(("r1",), dict(status="RUNNING"))] and len(client.of("create_run")) == 3
+  client.gives["get_run"] = ValueError("no such run")
+  with pytest.raises(ConfigError, match="^the run r1 of this workdir cannot be continued at http://third: 'no such run'"
+                                        ". It was begun at http://other. Use that tracking_uri, or delete .*mine.json"):
+    trackers.MlflowWriter(tmp_path / "y", "mine", {}, tracking_uri="http://third")
+
+
+def test_what_mlflow_is_told_fits_its_requests(mlflow, tmp_path):
+  client, _ = mlflow
+  run = client.gives["get_run"]
+  run.data.params = {"seed": "3", "kept": "1"}
+  config = {"seed": 4, "kept": 1, "long": "x" * 501, "exact": "y" * 500, "sec/ti*n": {"a.b": 1.5}}
+  writer = trackers.MlflowWriter(tmp_path, "mine", config | {f"k{i}": i for i in range(150)})
+  batches = client.of("log_batch")
+  assert [(given, len(named["params"]), len(named["tags"])) for given, named in batches] == [
+      (("r1",), 100, 1), (("r1",), 53, 0)]
+  params = dict(part[1:] for _, named in batches for part in named["params"])
+  assert params["long"] == "x" * 499 + "…" and params["exact"] == "y" * 500 and params["sec/ti_n.a.b"] == "1.5"
+  assert "seed" not in params and "kept" not in params
+  assert batches[0][1]["tags"] == [("tag", "changed/seed", "4")]
+  assert client.of("log_dict")[0][0][0] == "r1" and client.of("log_dict")[0][0][2] == "config.json"
+  client.calls.clear()
+  writer.write_scalars(5, {"a/b@c": 1} | {f"m{i}": i for i in range(1000)})
+  batches = client.of("log_batch")
+  assert [len(named["metrics"]) for _, named in batches] == [1000, 1]
+  assert batches[0][1]["metrics"][0] == ("metric", "a/b_c", 1.0, 12345, 5)
+  writer.write_texts(6, {"eval/../x": "text"})
+  assert client.of("log_text") == [(("r1", "text", "texts/eval/_/x/6.txt"), {})]
+  writer.close()
+  writer.abandon()
+  assert client.of("set_terminated") == [(("r1", "FINISHED"), {}), (("r1", "FAILED"), {})]
+
+
+def test_arguments_of_mlflow_that_cannot_be(mlflow):
+  trackers.MlflowWriter.check("loggers.a", dict(experiment="e"))
+  with pytest.raises(ConfigError, match="^loggers.a has the key 'experimnt'; mlflow takes: tracking_uri, experiment,"):
+    trackers.MlflowWriter.check("loggers.a", dict(experimnt="e"))
+
+
+@pytest.mark.parametrize("name, clean", [
+    ("loss", "loss"), ("eval/a b.c-d_e:f", "eval/a b.c-d_e:f"), ("ä*?", "ä__"), ("../a", "_/a"), ("a//b", "a/_/b"),
+    ("a/.", "a/_"), ("x" * 300, "x" * 250)])
+def test_names_that_mlflow_takes(name, clean):
+  assert trackers._clean(name) == clean
