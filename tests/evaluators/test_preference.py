@@ -158,6 +158,23 @@ def test_single_answers(tmp_path):
   assert found["loss"] == pytest.approx((1 / (1 + np.exp(x))).mean(), rel=1e-5) and "kl" not in found
 
 
+def test_log_probs_that_were_computed_before_need_no_reference(tmp_path):
+  """Here each token is certain for the reference."""
+  rows = write(tmp_path, "dpo")
+  ev, model, params, _, _ = make(tmp_path, precompute=True)
+  data = ev._examples.data
+  kept = data.reference("certain", tmp_path / "cache")
+  for batch in kept.batches(4):
+    kept.store(batch, np.zeros(batch.tokens_BxT.shape, np.float32))
+  kept.finish()
+  data.use(kept)
+  chosen, rejected = (BETA * logps(model, params, rows["a"] + rows["b"], key)[:, 0].mean()
+                      for key in ("chosen", "rejected"))
+  values = dict(ev.run(params, 0))
+  assert values["rewards/chosen"] == pytest.approx(chosen, rel=1e-5)
+  assert values["rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4)
+
+
 def test_what_it_needs(tmp_path):
   write(tmp_path, "dpo")
   ev, _, params, _, _ = make(tmp_path)

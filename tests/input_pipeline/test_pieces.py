@@ -195,6 +195,24 @@ def test_a_file_that_changes_between_pieces_is_refused_by_name(tmp_path, name, s
     cutter.pieces(files, 1, tmp_path / "p", stop)
 
 
+def test_a_parquet_file_that_changes_while_it_is_streamed_gives_no_piece(tmp_path):
+  rng = np.random.default_rng(4)
+  contents = []
+  for _ in range(2):  # of one size
+    table = pa.table(dict(text=[bytes(rng.integers(97, 123, 500)).decode() for _ in range(2000)]))
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=50, compression=None, use_dictionary=False,
+                   write_statistics=False)
+    contents.append((tmp_path / "a.parquet").read_bytes())
+  assert len(contents[0]) == len(contents[1])
+  with serving({"/a.parquet": contents[0]}) as store:
+    of, stop = far(store, "a.parquet", tmp_path, "parquet"), threading.Event()
+    cutter, files = Cutter(of.cuts, 40_000), of.listed()
+    cutter.pieces(files, 0, tmp_path / "p", stop)
+    store.files["/a.parquet"] = contents[1]
+    with pytest.raises(DataError, match=r"http://127\S+/a.parquet\S*: changed while it was read"):
+      cutter.pieces(files, 10, tmp_path / "p", stop)
+
+
 def test_bytes_that_cannot_be_had_are_named_and_asked_for_again(tmp_path):
   with serving({"/a.jsonl": CONTENT}) as store:
     of, broken = far(store, "a.jsonl", tmp_path), iter([503, "drop", None, 503, 503, 503])

@@ -330,3 +330,10 @@ def test_a_workdir_that_cannot_be_written_to_is_refused_at_once(corpus, tmp_path
   monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests' user may write everywhere
   with pytest.raises(ConfigError, match=f"--workdir {tmp_path} cannot be written to"):
     train(tiny.config(corpus), tmp_path)
+
+
+def test_a_workdir_may_begin_with_the_home_folder(corpus, tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  with pytest.raises(ConfigError, match=f"--workdir {tmp_path}/runs/a cannot be written to"):
+    train(tiny.config(corpus), "~/runs/a")

@@ -2,8 +2,9 @@
 
     python tests/models/hf/make_config_defaults.py
 
-in an environment with transformers (5.24), for the config.json of one folder of `references` for each class. Some of it
-depends on the other entries (the size of heads, say), so that each is left out of a file that has the others.
+in an environment with transformers (5.24), for the config.json of one folder of `references` for each class, and for
+the vision_config of one folder for each class of towers. Some of it depends on the other entries (the size of heads,
+say), so that each is left out of a file that has the others.
 """
 
 import json
@@ -17,13 +18,13 @@ HERE = Path(__file__).parent
 OWN = json.loads((HERE / "config_attributes.json").read_text())
 
 
-def defaults(content: dict) -> dict:
+def defaults(make: type, content: dict, keys: set[str]) -> dict:
   """{entry: value} of those that are no lists or objects, and of rotary positions."""
-  found, kind = {}, content["model_type"]
-  for key in sorted({*OWN[kind], "tie_word_embeddings"} - {"use_cache"}):
+  found = {}
+  for key in sorted(keys):
     without = {name: value for name, value in content.items() if name != key}
     try:
-      value = CONFIG_MAPPING[kind](**without).to_dict().get(key)
+      value = make(**without).to_dict().get(key)
     except (TypeError, ValueError, StrictDataclassError):  # of another model's size, which the others do not fit
       continue
     if isinstance(value, int | float | str) or key == "rope_parameters" and value:
@@ -37,7 +38,16 @@ def main():
     content = json.loads(file.read_text())
     if content["model_type"] in OWN and content["model_type"] not in kinds:
       kinds.add(content["model_type"])
-      told[file.parent.name] = defaults(content)
+      own = {*OWN[content["model_type"]], "tie_word_embeddings"} - {"use_cache"}
+      told[file.parent.name] = defaults(CONFIG_MAPPING[content["model_type"]], content, own)
+  for file in sorted(HERE.glob("*_references/*/config.json")):
+    content = json.loads(file.read_text())
+    tower = content.get("vision_config", {})
+    if tower.get("model_type") in OWN and tower["model_type"] not in kinds:
+      kinds.add(tower["model_type"])
+      make = CONFIG_MAPPING[content["model_type"]].sub_configs["vision_config"]
+      make = CONFIG_MAPPING[tower["model_type"]] if make.__name__ == "AutoConfig" else make
+      told[file.parent.relative_to(HERE).as_posix()] = defaults(make, tower, set(OWN[tower["model_type"]]))
   lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entries)}" for name, entries in told.items())
   (HERE / "config_defaults.json").write_text(f"{{\n{lines}\n}}\n")
 

@@ -16,7 +16,7 @@ from models import api, hf
 from models.hf import families
 from models.hf.canonical import NEUTRAL, canonical
 from models.hf.errors import HFError
-from models.hf.families import mtp, qwen2_5_vl, smolvlm
+from models.hf.families import gemma, mtp, qwen2_5_vl, smolvlm
 from models.hf.family import Family, Tensor
 from models.hf.source import Source
 from models.spec import ARCHITECTURE_KEYS
@@ -318,6 +318,7 @@ def test_the_share_of_a_head_that_minimax_rotates(said, fraction):
     (dict(attn_type_list=[1, 0]), "attn_type_list is .*; allowed: 1 for each of the 2 layers"),
     (dict(shared_intermediate_size=8), "shared_intermediate_size is 8; allowed: 0"),
     (dict(layernorm_mlp_beta=2.0), "layernorm_mlp_beta is 2.0; allowed: 1.0"),
+    (dict(scoring_func="softmax"), "scoring_func is .?softmax.?; allowed: .?sigmoid"),
 ])
 def test_what_minimax_does_not_compute_is_refused(changed, message):
   content = json.loads((REFERENCES / "minimax_m2" / "config.json").read_text())
@@ -485,6 +486,15 @@ def test_entries_with_a_rule_of_their_own(rule, content, model, found):
       rule().read(source, model)
   else:
     assert rule().read(source, model) == found
+
+
+@pytest.mark.parametrize("types, written", [
+    (("local", "local", "global", "local", "local", "global", "local"), {"sliding_window_pattern": 3}),
+    (("local", "local"), {"sliding_window_pattern": 3}), (("global", "global"), {"sliding_window_pattern": 1}),
+    (("local", "global", "global"), {}), (("local", "global", "local", "local"), {})])
+def test_a_pattern_is_written_where_it_is_one(types, written):
+  """Every n-th layer is global, as configuration_gemma3.py of transformers reads the old form."""
+  assert gemma.write_pattern(types, 8) == {"sliding_window": 8, **written}
 
 
 def test_positions_that_rounding_moves_are_refused():

@@ -31,8 +31,13 @@ STARCODER2 = LLAMA | dict(model_type="starcoder2", architectures=["Starcoder2For
 GPT2 = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=61, n_embd=16, n_layer=2, n_head=4)
 
 
+def changed(config: dict, **changes) -> dict:
+  """With other entries, and without those that are to be `...`."""
+  return {k: v for k, v in (config | changes).items() if v is not ...}
+
+
 def read(config: dict, **changes) -> dict:
-  config = {k: v for k, v in (config | changes).items() if v is not ...}
+  config = changed(config, **changes)
   return families.find(config, "DIR/config.json").read(config, "DIR/config.json")
 
 
@@ -356,20 +361,26 @@ DEFAULTS = json.loads(Path(__file__).with_name("config_defaults.json").read_text
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_what_is_left_out_is_what_transformers_takes(name):
-  """Entry by entry, unless we require it, as we do a scaling of rotary positions."""
-  content = json.loads((Path(__file__).parent / "references" / name / "config.json").read_text())
+  """Entry by entry, of the model or of its tower, unless we require it, as we do a scaling of rotary positions."""
+  folder = Path(__file__).parent / ("" if "/" in name else "references") / name
+  whole = json.loads((folder / "config.json").read_text())
+  content = whole["vision_config"] if "/" in name else whole
+
+  def read_with(key, value):
+    return read(whole, vision_config=changed(content, **{key: value})) if "/" in name else read(content, **{key: value})
+
   for key, value in DEFAULTS[name].items():
     if key == "num_nextn_predict_layers":  # transformers computes none of them
       value = 0
     elif key == "num_key_value_heads" and "kv_lora_rank" in content:  # one for each head, whatever stands there
       value = content["num_attention_heads"]
     try:
-      found = read(content, **{key: ...})
+      found = read_with(key, ...)
     except HFError as error:  # where it takes what is not computed, that is refused as well
       if not re.search(f"has no {key!r}|rope_scaling", str(error)):
-        pytest.raises(HFError, read, content, **{key: value})
+        pytest.raises(HFError, read_with, key, value)
       continue
-    assert found == read(content, **{key: value}), key
+    assert found == read_with(key, value), key
 
 
 # What class of transformers' has files of the model_type: of a tower, the part of a file.

@@ -70,6 +70,15 @@ def test_gradients_are_those_of_the_rounded_factors(form, gradients):
     assert (np.abs(got - exact).max() > slack) == bool(error.any())
 
 
+def test_gradients_of_fp8_have_the_range_of_e5m2():
+  """What is 1e-6 of a line's largest would be 0 in e4m3, whose smallest number is 2^-9 of at most 448."""
+  x, w, g = np.eye(8, dtype=np.float32), np.eye(8, dtype=np.float32), np.full((8, 8), 1e-6, np.float32)
+  np.fill_diagonal(g, 1.0)
+  _, backward = jax.vjp(QuantizedMatmul("fp8", "all"), x, w)
+  for d in jax.jit(backward)(g):
+    np.testing.assert_allclose(np.asarray(d), g, rtol=0.125)
+
+
 @pytest.mark.parametrize("form, codes", [("int8", "s8"), ("fp8", "f8e4m3fn")])
 def test_the_compiled_program_multiplies_codes(form, codes):
   """What the backend makes of products of fp8 is its matter; that they are asked for is ours."""

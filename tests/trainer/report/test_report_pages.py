@@ -226,6 +226,9 @@ def test_several_runs_side_by_side(tmp_path):
   c = write_run(tmp_path / "c", [{"step": 0, "eval/val/loss": 6.5}, *rows()])
   shown_c = report_pages.read(compare.write([a, c], tmp_path / "old.html"))
   assert shown_c.tables["Evaluations"][1] == ["val/loss", "0.5 (0.5)", "6.5 at step 0 (6.5)"]
+  (a / "config.json").unlink()
+  without = report_pages.read(compare.write([a, b], tmp_path / "without.html"))
+  assert without.tables["Evaluations"][0] == ["metric", "x/run", "y/run"]
   again = report_pages.read(compare.write([a, b], tmp_path / "again.html"))
   assert again.charts == shown.charts
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 
@@ -195,19 +194,6 @@ def test_a_stop_is_handed_on_and_an_interrupt_reaches_both(monkeypatch):
   assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_each_seed_has_a_folder_and_its_overrides(monkeypatch, tmp_path):
-  ran, stages = [], types.SimpleNamespace(names=("a", "b"))
-  monkeypatch.setattr(speedrun, "run_stage", lambda stages, *given: ran.append(given) or given[0])
-  given = ["x=1", "b.y=2"]
-  assert speedrun.speedrun(stages, tmp_path / "w", [], given) == [{"a": "a", "b": "b"}]
-  speedrun.speedrun(stages, tmp_path / "w", ["3", "4"], given)
-  x, y = "--config.x=1", "--config.y=2"
-  assert ran == [("a", tmp_path / "w", [x]), ("b", tmp_path / "w", [x, y])] + [
-      (stage, tmp_path / "w" / f"seed-{seed}", [*more, f"--config.seed={seed}"])
-      for seed in "34" for stage, more in (("a", [x]), ("b", [x, y]))]
-  assert (tmp_path / "w" / "seed-4").is_dir()
-
-
 @pytest.mark.parametrize("terminal_there, questions, strategy, called", [
     (True, ("q",), "sft", [["--temperature=0"]]), (False, (), "sft", []),
     (False, ("q", "r"), "sft", [["--chat", "--temperature=0", "--max_new_tokens=64", "--prompt=q", "--prompt=r"]]),
@@ -226,32 +212,28 @@ def test_the_last_model_is_asked(monkeypatch, tmp_path, capsys, terminal_there, 
       () if terminal_there else questions))
 
 
-@pytest.mark.parametrize("seeds, board, talk", [([], None, True), (["3", "5"], "B.md", True), ([], None, False)])
-def test_the_command_runs_writes_and_asks(monkeypatch, tmp_path, capsys, seeds, board, talk):
-  called, stages = [], types.SimpleNamespace(path="p.py", names=("a", "b"))
-  flags = types.SimpleNamespace(config="c", workdir=str(tmp_path / "w"), seeds=seeds, set=["x=1"], leaderboard=board,
-                                chat=talk)
-  (tmp_path / "w").mkdir()
+@pytest.mark.parametrize("talk", [True, False])
+def test_the_command_runs_writes_and_asks(monkeypatch, tmp_path, capsys, talk):
+  called, stages, root = [], types.SimpleNamespace(path="p.py", names=("a", "b")), tmp_path / "w"
+  flags = types.SimpleNamespace(config="c", workdir=str(root), set=["x=1", "b.y=2"], chat=talk)
 
   def note(name, gives=None):
     monkeypatch.setattr(speedrun, name, lambda *given: called.append((name, *given)) or gives)
 
   note("Stages", stages)
   note("check")
-  note("speedrun", ["runs"])
+  note("run_stage", "record")
   note("table", "rows")
-  note("add_to_leaderboard")
   note("chat")
   monkeypatch.setattr(speedrun.terminal, "table", lambda rows: f"the table of {rows}")
   monkeypatch.setattr(speedrun, "flags", types.SimpleNamespace(FLAGS=flags))
   speedrun.main(["prog"])
-  root = tmp_path / "w"
-  last = root / f"seed-{seeds[-1]}" if seeds else root
-  assert called == [("Stages", "c"), ("check", stages, root, ["x=1"]), ("speedrun", stages, root, seeds, ["x=1"]),
-                    ("table", stages, ["runs"]),
-                    *([("add_to_leaderboard", Path(board), stages, ["runs"], seeds, ["x=1"])] if board else []),
-                    *([("chat", stages, last / "b")] if talk else [])]
-  assert json.loads((root / "speedrun.json").read_text()) == {"config": "p.py", "seeds": seeds, "runs": ["runs"]}
+  x, y = "--config.x=1", "--config.y=2"
+  assert called == [("Stages", "c"), ("check", stages, root, ["x=1", "b.y=2"]), ("run_stage", stages, "a", root, [x]),
+                    ("run_stage", stages, "b", root, [x, y]), ("table", stages, {"a": "record", "b": "record"}),
+                    *([("chat", stages, root / "b")] if talk else [])]
+  assert json.loads((root / "speedrun.json").read_text()) == {
+      "config": "p.py", "stages": {"a": "record", "b": "record"}}
   assert "the table of rows" in capsys.readouterr().out
   with pytest.raises(speedrun.app.UsageError, match="^unexpected arguments .'y'.; keys are set by --set=KEY=VALUE$"):
     speedrun.main(["prog", "y"])

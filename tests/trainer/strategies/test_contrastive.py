@@ -52,6 +52,16 @@ def test_losses_and_gradients_are_those_of_sentence_transformers(name, negatives
   np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-6 * np.linalg.norm(expected))
 
 
+def test_siglip_begins_with_the_scale_and_bias_of_its_paper():
+  """t' = log 10 and b = -10: arXiv 2303.15343, section 3.2."""
+  config = defaults()
+  config.model.head, config.strategy = "embedding", strategy("contrastive", loss="siglip")
+  contrastive.fill_in(config)
+  params = initial(tiny.model(head="embedding", similarity=config.model.similarity), 0)
+  scalars = contrastive._scalars(params["similarity"], config.strategy)
+  assert [float(x) for x in scalars] == pytest.approx([10.0, -10.0])
+
+
 # ---------------------------------------------------------------------- the loss of texts in rows
 
 # (query, positive, negatives); the second positive is that of the first, the third query that of the first.
