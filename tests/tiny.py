@@ -9,7 +9,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from trainer.config import defaults, evaluator, source
+from trainer import train
+from trainer.config import defaults, evaluator, reward, source, strategy
+from trainer.telemetry.writers import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "und", "läuft", "fort")
@@ -149,3 +151,14 @@ def equations(jaxpr):
       for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
           yield from equations(getattr(part, "jaxpr", part))
+
+
+def assert_on_policy(c: ConfigDict, workdir: Path) -> None:
+  """Trains with GRPO on the prompts of `c`; the policy of the first step is the one that sampled."""
+  c.strategy = strategy("grpo")
+  c.rollout.update(num_prompts=2, group_size=2, max_new_tokens=4)
+  c.rollout.rewards.a = reward(type="regex", pattern="[a-m]")
+  train(c, workdir)
+  first = next(row for row in read_rows(workdir / "metrics.jsonl") if "policy/ratio_mean" in row)
+  assert abs(first["policy/ratio_mean"] - 1) < 1e-5
+  assert first["sampling/sampling_logp_difference/max"] < 1e-5

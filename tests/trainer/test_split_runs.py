@@ -13,19 +13,17 @@ from safetensors.numpy import load_file
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
 from models import hf
-from tests import split
+from tests import split, tiny
 from tests.input_pipeline.test_split_images import packed
 from tests.models.hf.test_images import assert_close
 from tests.trainer.report.test_pages import pictures
 from trainer import program as program_lib
 from trainer import train
 from trainer import tree as tree_lib
-from trainer.config import reward, strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.export import command as export
 from trainer.generate.sampler import Sampler
 from trainer.planning import estimate
-from trainer.telemetry.writers import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +118,7 @@ def test_a_run_in_one_square_says_so_in_its_export(tmp_path):
 def test_rollouts_about_squares(tmp_path):
   """The policy that trains sees what the one that sampled saw: their ratio is 1 on the first step."""
   config = split.config(tmp_path / "data", seq_len=192)
-  config.strategy = strategy("grpo")
-  config.rollout.update(num_prompts=2, group_size=2, max_new_tokens=4)
-  config.rollout.rewards.a = reward(type="regex", pattern="[a-m]")
-  train(config, tmp_path / "run")
-  first = next(row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "policy/ratio_mean" in row)
-  assert first["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
-  assert first["sampling/sampling_logp_difference/max"] < 1e-5
+  tiny.assert_on_policy(config, tmp_path / "run")
   page = (tmp_path / "run" / "samples" / "rollout-00000001.html").read_text()
   assert {picture.shape for picture in pictures(page)} == {(16, 16, 3)}
 
