@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.examples import schema_pairs
-from input_pipeline.examples.pairs import LabelledEncoder, PairEncoder
+from input_pipeline.examples.pairs import AnswerEncoder, LabelledEncoder, PairEncoder
 from input_pipeline.examples.registry import make_encoder
 from input_pipeline.examples.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from input_pipeline.sources.readers import Record
@@ -74,6 +74,18 @@ def test_a_side_is_what_fine_tuning_makes_of_it():
   assert found.ids.tolist() == [*tuned[0].ids, *tuned[1].ids]
   assert found.weights.tolist() == [*tuned[0].weights, *tuned[1].weights]
   assert (found.ids == TINY.bos_id).sum() == 2 and found.ids[0] == found.ids[found.parts[0]] == TINY.bos_id
+
+
+@pytest.mark.parametrize("prompt, answer, strings", [("Hi", " Hello", True), ("Hi", "", True),
+                                                   ([USER], [GOOD], False), ([USER], [GOOD | {"content": ""}], False)])
+def test_answers_of_a_model_are_whole_texts_and_may_be_empty(prompt, answer, strings):
+  config = defaults()
+  config.chat.template, config.tokenizer.add_bos = "chatml", True
+  config.strategy = section("reward")
+  ids = AnswerEncoder(config, TINY).ids(prompt, answer, {"other": 1}, "here")
+  said = answer if isinstance(answer, str) else answer[0]["content"]
+  wanted = f"<|begin|>{prompt}{said}" if strings else f"{CHAT}{said}<|im_end|>"
+  assert TINY.decode(ids, skip_special=False).startswith(wanted)
 
 
 def test_later_turns_are_trained_and_shared_ones_are_not():

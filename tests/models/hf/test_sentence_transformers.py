@@ -39,8 +39,8 @@ def test_embeddings_are_those_of_sentence_transformers(case):
     assert np.abs(reference["plain"] - reference["query"]).max() > 0.01 or case == "mean"
 
 
-def test_vectors_of_images_are_those_of_sentence_transformers():
-  """Which makes a message of each, and of the prompt, and lets it be answered."""
+def test_vectors_of_images_are_those_of_sentence_transformers(tmp_path):
+  """Which makes a message of each, and of the prompt, and lets it be answered; also of images in a column beside."""
   folder = REFERENCES / "images"
   assert sentence_transformers.read(folder) == Found("last", "Find it.", "", None, True, True)
   made = embedder(folder, max_length=96)
@@ -49,6 +49,10 @@ def test_vectors_of_images_are_those_of_sentence_transformers():
     for prompt, key in (("none", "plain"), ("query", "query")):
       np.testing.assert_allclose(made(texts, prompt)[0], reference[key], rtol=0, atol=2e-6)
     assert np.abs(reference["plain"] - reference["query"]).max() > 0.01
+    rows = [dict(text="what is it", image=str(folder / "wide.png")), dict(image=str(folder / "small.png"))]
+    (tmp_path / "beside.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both, alone = made(embed.read_texts(str(tmp_path / "beside.jsonl"), "text", made.images), "none")[0]
+    np.testing.assert_allclose([alone, both], reference["plain"][1:3], rtol=0, atol=2e-6)
 
 
 def test_what_texts_become_is_written_and_read(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from models.sharding import logical_axes
 from tests import tiny
 from trainer import state as state_lib
 from trainer import tree
@@ -133,6 +134,8 @@ def test_rules_of_activations_are_checked():
   mesh = mesh_lib.make_mesh(MIXED)
   placed = mesh_lib.make_placement(mesh, (("stream", "context"), ("batch", ("data",))))
   assert placed.spec(("batch", "stream"), (8, 8)) == P("data", None)
+  with mesh_lib.activation_rules(mesh, (("stream", "context"), ("batch", ("data",)))):
+    assert logical_axes.current() == placed
   for rule, message in [(("strem", None), "unknown name 'strem'"), (("mlp", "model"), "unknown mesh axis 'model'"),
                         (("mlp",), "each is")]:
     with pytest.raises(ConfigError, match=message):

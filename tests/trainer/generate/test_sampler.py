@@ -285,6 +285,18 @@ def test_texts_in_pages_are_those_in_rows(name, rows, monkeypatch):
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+def test_a_state_begins_with_the_rows_and_pages_that_it_is_asked_for():
+  """One sampler makes states of many sizes."""
+  sampler = Sampler(case("llama")[0], rows=4, chunk=4)
+
+  def entries(*sizes):
+    return sum(leaf.size for leaf in jax.tree.leaves(sampler._program("empty", sampler_rows.Sizes(*sizes))()))
+
+  few, more, most = (entries(2, 64, pages) for pages in (4, 8, 12))
+  assert 0 < more - few == most - more
+  assert entries(4, 64, 4) > few
+
+
 @pytest.mark.host_patches
 def test_the_host_looks_as_soon_as_enough_rows_have_ended(monkeypatch):
   """Of eight rows one text goes on: it is not decoded in a row of eight; nor does a text wait for a chunk's end."""

@@ -371,6 +371,7 @@ def test_the_slice_is_run_in_one_go_then_stopped_and_continued(corpus, tmp_path,
   assert runs == [("straight", {"capture": {"type": "trainer.modes.verify.Capture"}}, files),
                   ("stopped", {"stop": {"type": "trainer.modes.verify.Stop"}}, files),
                   ("stopped", {}, ["metrics.jsonl", *files])]
+  assert 0 < verify.STOP < verify.STEPS  # something is left to continue with
   changed[5] = np.array([0, 2])  # what the one that is continued ends with
   assert verify._resumed(given, folder, tmp_path, (state, losses)) == 1
   assert verify._resumed(given, folder, tmp_path, (state, losses[:1])) == 1

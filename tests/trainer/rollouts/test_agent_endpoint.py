@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 import urllib.error
 import urllib.request
 
@@ -116,6 +117,8 @@ def test_over_http():
       return e.code, "", json.loads(e.read())["error"]["message"]
 
   assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", address) and loop.is_running()
+  # They end with the process.
+  assert {thread.daemon for thread in threading.enumerate() if thread.name == "agents"} == {True}
   models = json.loads(get("/models")[2])
   assert models == {"object": "list", "data": [
       {"id": name, "object": "model", "owned_by": "weft"} for name in ("one", "two")]}
