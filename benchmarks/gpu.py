@@ -8,7 +8,7 @@
     seq        the same by `python -m trainer`, beside torch.compile (benchmarks/speed)
     generate, rollouts   beside transformers' `generate`
     grpo       eight steps of the GRPO quickstart, twice at once: whether a bit differs
-    delta      the gated delta rule, in chunks and with products of several kinds (benchmarks/delta_gpu.py)
+    delta      the gated delta rule, by kernels and in XLA's hands (benchmarks/delta_gpu.py)
     8b         a step of 8 billion parameters
 
 Each part prints its rows as soon as it has them. One that would begin after the time is over does not, and one that is

@@ -344,9 +344,9 @@ def model() -> ConfigDict:
   m.mup_base_size = unset(int)
   # Run the layers as one scanned loop (compiles fast, whatever the depth) or unrolled.
   m.scan_layers = True
-  # auto | blocked | splash (the kernel for TPUs) | triton (those for GPUs): how attention is computed. auto takes a
-  # device's own kernels where they can; on other devices these are interpreted, which is slow. `attention_block` is how
-  # many queries blocked takes at a time.
+  # auto | blocked | splash (the kernel for TPUs) | triton (those for GPUs): how attention is computed, and on GPUs the
+  # gated delta rule. auto takes a device's own kernels where they can; on other devices these are interpreted, which is
+  # slow. `attention_block` is how many queries blocked takes at a time.
   m.attention = "auto"
   m.attention_block = 128
   # Cross-entropy and log-probs hold logits of at most this many vocabulary entries at a time, or as many logits of some

@@ -22,7 +22,7 @@ CHUNK = 64
 # Triangular systems of so many equations are solved one equation after another.
 _SMALLEST = 8
 # Of the sum of squares that queries and keys are divided by the root of.
-_EPS = 1e-6
+EPS = 1e-6
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -41,7 +41,7 @@ def owners(segment_ids_BxT: jax.Array) -> jax.Array:
 def unit_keys(x: jax.Array) -> jax.Array:
   """Queries or keys of length one, float32, or as wide as they are."""
   x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPS)
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + EPS)
 
 
 def one_token(state_BxHxKxV: jax.Array, q_BxHxK: jax.Array, k_BxHxK: jax.Array, v_BxHxV: jax.Array, g_BxH: jax.Array,

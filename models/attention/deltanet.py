@@ -4,13 +4,14 @@ As Qwen3-Next and Qwen3.5 have it. B batch, T length, D hidden size, G heads of 
 (G divides H), K and V their sizes, W width of the convolution, C channels of all three.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import delta_rule
+from models.attention import delta_gpu, delta_rule
 from models.attention.cache import Cache
 from models.attention.context import LayerContext
 from models.attention.delta_rule import Inputs
@@ -43,7 +44,7 @@ class GatedDeltaNet(nnx.Module):
     self.dt_bias = scope.constant("dt_bias", (s.num_value_heads,), 1.0)
     self.norm = Norm(scope / "norm", s.value_head_dim, kind="rmsnorm", eps=spec.norm_eps, plus_one=False)
     self.o = Linear(scope / "o", of_values, D, std=spec.init_std, bias=False, gain=out_gain, names=("heads", None))
-    self.spec, self.dtype = s, scope.compute_dtype
+    self.spec, self.impl, self.dtype = s, spec.attention, scope.compute_dtype
 
   def __call__(self, x_BxTxD: jax.Array, context: LayerContext
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
@@ -59,16 +60,18 @@ class GatedDeltaNet(nnx.Module):
 
     (q, k, v), mixed_BxTxC, segment_ids, state = convolved(
         (q, k, v), (self.q_conv, self.k_conv, self.v_conv), tokens.segments, past, self.dtype)
-    q_BxTxHxK, k_BxTxHxK = (self._of_value_heads(part.reshape(B, T, s.num_key_heads, -1)) for part in (q, k))
+    q_BxTxGxK, k_BxTxGxK = (part.reshape(B, T, s.num_key_heads, -1) for part in (q, k))
     v_BxTxHxV = v.reshape(B, T, s.num_value_heads, -1)
     if past is None or past.extends:
-      inputs = Inputs(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH)
-      out_BxTxHxV, state = by_device(delta_rule.chunked, s.chunk, inputs, q_BxTxHxK.shape, tokens.segments, state)
+      inputs = Inputs(q_BxTxGxK, k_BxTxGxK, v_BxTxHxV, g_BxTxH, beta_BxTxH)
+      rule = functools.partial(delta_gpu.chunked, self.impl)
+      out_BxTxHxV, state = by_device(rule, s.chunk, inputs, v_BxTxHxV.shape, tokens.segments, state)
       new: Any = last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
+      q_BxHxK, k_BxHxK = (jnp.repeat(delta_rule.unit_keys(part[:, 0]), s.num_value_heads // s.num_key_heads, axis=1)
+                          for part in (q_BxTxGxK, k_BxTxGxK))
       state, out_BxHxV = delta_rule.one_token(
-          state, q_BxTxHxK[:, 0] * s.key_head_dim**-0.5, k_BxTxHxK[:, 0], v_BxTxHxV[:, 0].astype(f32), g_BxTxH[:, 0],
-          beta_BxTxH[:, 0])
+          state, q_BxHxK * s.key_head_dim**-0.5, k_BxHxK, v_BxTxHxV[:, 0].astype(f32), g_BxTxH[:, 0], beta_BxTxH[:, 0])
       active_B = tokens.segments[:, 0] > 0
       new = past.with_state(mixed_BxTxC[:, 1:], state, active_B)
       out_BxTxHxV = jnp.where(active_B[:, None, None], out_BxHxV, 0.0)[:, None]
@@ -77,7 +80,3 @@ class GatedDeltaNet(nnx.Module):
     out_BxTxHxV = (out_BxTxHxV * jax.nn.silu(z.astype(f32).reshape(out_BxTxHxV.shape))).astype(self.dtype)
     out_BxTxHxV = constrain(out_BxTxHxV, "batch", "length", "heads", None)
     return self.o(out_BxTxHxV.reshape(B, T, -1), key), new
-
-  def _of_value_heads(self, x_BxTxGxK: jax.Array) -> jax.Array:
-    """Queries or keys of length one, each as often as there are value heads that read it."""
-    return jnp.repeat(delta_rule.unit_keys(x_BxTxGxK), self.spec.num_value_heads // self.spec.num_key_heads, axis=2)

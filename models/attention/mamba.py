@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from models.attention import state_space
@@ -18,7 +17,6 @@ from models.attention.short_conv import ShortConv, by_device, convolved, last_in
 from models.attention.state_space import Inputs
 from models.layers import Linear, Norm, Scope, apply_linears
 from models.remat import named
-from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 
@@ -68,7 +66,7 @@ class Mamba2(nnx.Module):
     x_BxTxHxP = x.reshape(B, T, s.num_heads, -1)
     b_BxTxGxN, c_BxTxGxN = (part.reshape(B, T, s.num_groups, -1) for part in (b, c))
     if past is None or past.extends:
-      inputs = _by_as_many_groups(Inputs(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH))
+      inputs = Inputs(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH)
       out_BxTxHxP, state = by_device(state_space.chunked, s.chunk, inputs, x_BxTxHxP.shape, tokens.segments, state)
       new: Any = last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
@@ -80,15 +78,3 @@ class Mamba2(nnx.Module):
     # The gate comes before the norm.
     gated_BxTxI = out_BxTxHxP.reshape(B, T, -1) * jax.nn.silu(z.astype(f32))
     return self.o(constrain(self.norm(gated_BxTxI).astype(self.dtype), "batch", "length", "heads"), key), new
-
-
-def _by_as_many_groups(inputs: Inputs) -> Inputs:
-  """On a mesh with as many groups as can be split as the heads are, of which some are alike."""
-  placed = logical_axes.current()
-  if placed is None:
-    return inputs
-  heads = placed.spec(("batch", None, "heads", None), inputs.x_BxTxHxP.shape)[2]
-  groups, devices = inputs.b_BxTxGxN.shape[2], logical_axes.size_of(placed.mesh, heads)
-  again = np.lcm(groups, devices) // groups
-  c_BxTxGxN, b_BxTxGxN = (jnp.repeat(part, again, axis=2) for part in inputs[:2])
-  return inputs._replace(c_BxTxGxN=c_BxTxGxN, b_BxTxGxN=b_BxTxGxN)

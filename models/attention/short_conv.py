@@ -75,7 +75,7 @@ def by_device(chunked: Callable, chunk: int, inputs: Any, shape: tuple[int, ...]
   gathers anything.
 
   Args:
-    inputs: a named tuple of three arrays [B, T, H, …] and two [B, T, H].
+    inputs: a named tuple of two arrays [B, T, G, …], of groups of heads, one [B, T, H, …] and two [B, T, H].
     shape: of what is split by heads.
     state: [B, H, …], or None.
   """
@@ -86,6 +86,10 @@ def by_device(chunked: Callable, chunk: int, inputs: Any, shape: tuple[int, ...]
   if placed is None:
     return run(inputs, segment_ids_BxT, state)
   batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), shape)
+  # As many groups as can be split as the heads are, of which some are alike.
+  groups, devices = inputs[0].shape[2], logical_axes.size_of(placed.mesh, heads)
+  again = np.lcm(groups, devices) // groups
+  inputs = type(inputs)(*(jnp.repeat(part, again, axis=2) for part in inputs[:2]), *inputs[2:])
   spec = jax.sharding.PartitionSpec
   of_tokens, of_state = spec(batch, None, heads), spec(batch, heads, None, None)
   of_inputs = type(inputs)._make((by_head, by_head, by_head, of_tokens, of_tokens))
