@@ -54,12 +54,7 @@ class Arrays(NamedTuple):
 
 def empty_batch(num_rows: int, seq_len: int, pad_id: int, arrays: Arrays = Arrays()  # noqa: B008 (it is frozen)
                 ) -> dict[str, np.ndarray]:
-  """Padding only, [B, T]: segment 0, weight 0, source -1.
-
-  Args:
-    num_rows: B.
-    seq_len: T.
-  """
+  """Padding only, [num_rows, seq_len]: segment 0, weight 0, source -1."""
   shape = (num_rows, seq_len)
   batch = {
       "tokens": np.full(shape, pad_id, np.int32),
@@ -283,7 +278,7 @@ class PackedSource:
 
   def counts(self) -> dict[str, Any]:
     """This source's row of `stats_table`."""
-    s, tokens = self.plan.stats(), self.tokens
+    s, tokens, shapes = self.plan.stats(), self.tokens, self.tokens.shapes
     too_long = {"too long": s.too_long} if self.units is None else {"too long": 0, **self.units.dropped}
     return {
         "source": tokens.name,
@@ -304,13 +299,9 @@ class PackedSource:
         "documents split": s.split,
         "padded %": 100 * s.padded,
         "supervised %": 100 * s.trained / (s.rows * self.plan.seq_len),
-        "records": _list_shapes(tokens.shapes),
+        "records": ", ".join(f"{n:,} {shape}" for shape, n in shapes.items()) if shapes.keys() - {"text"} else "",
         "columns not read": _list_columns(tokens.unread),
     }
-
-
-def _list_shapes(shapes: dict[str, int]) -> str:
-  return ", ".join(f"{n:,} {shape}" for shape, n in shapes.items()) if shapes.keys() - {"text"} else ""
 
 
 def _list_columns(unread: dict[str, int]) -> str:

@@ -36,7 +36,6 @@ __all__ = [
     "EvalData", "Prefetcher", "TrainData", "default_cache_dir", "make_eval_data", "make_train_data", "train_texts"]
 
 
-
 def used_sources(input_cfg: ConfigDict) -> list[str]:
   """Sorted names of the sources that have a positive weight in some stage.
 
@@ -192,7 +191,7 @@ class TrainData(PackedData):
     self.rows_per_epoch = None if self._streams else int(mixture.rows.sum())
     # None: endless. The last step's batch is filled up with padding rows.
     self.num_rows: int | None = mixture.num_rows
-    self.num_steps: int | None = None if self.num_rows is None else self.steps_for_rows(self.num_rows)
+    self.num_steps: int | None = None if self.num_rows is None else self.taken.steps_for(self.num_rows)
 
   def go_to(self, step: int) -> None:
     """Begins to read what `step` takes of streams."""
@@ -232,10 +231,6 @@ class TrainData(PackedData):
 
   def restore(self, step: int, meta: dict[str, Any] | None, arrays: dict[str, np.ndarray] | None) -> None:
     """Nothing is to be done: rows follow from the step."""
-
-  def steps_for_rows(self, rows: float) -> int:
-    """The fewest first steps that take at least `rows` rows."""
-    return self.taken.steps_for(rows)
 
   def epoch(self, step: int) -> float:
     """Epochs taken before `step`; with streams, of that one which has seen the smallest part of its files."""

@@ -66,11 +66,9 @@ def make_plan(
     packing: concat | best_fit | none.
     lengths: tokens of each document, int [D].
     seq_len: places in a row.
-    seed: with `name` (the source's) and the epoch, decides the order.
-    name: see `seed`.
+    seed, name: with the epoch they decide the order; the name is the source's.
     shuffle: False keeps documents and rows in order, the same in each epoch.
-    over_long: see `fit`.
-    max_over_long: see `fit`.
+    over_long, max_over_long: see `fit`.
     count: counts tokens with a weight; None: all have one, and nothing is left out for having none.
     spans: what is kept of the documents; None: as `fit` has it.
 

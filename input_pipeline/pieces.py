@@ -142,10 +142,6 @@ def _found(folder: Path, number: int) -> tuple[Path, int, bool] | None:
   return None
 
 
-def _name(file: Listed, number: int) -> str:
-  return f"{file.name}[{number}]"
-
-
 def _text_at(file: Listed, begin: int) -> str:
   """How people are told where a piece of text begins: lines are counted from there."""
   return f"{file.shown}[{begin}:]" if begin else file.shown
@@ -158,9 +154,8 @@ class _ByRange:
     self._file, self._way, self._size, self._source = file, way, size, source
 
   def piece(self, number: int, scratch: Path, stop: threading.Event) -> Piece | None:
-    source, kept = self._source, None
-    if source.kept is not None:
-      kept = source.kept / f"{self._way}-{self._size}"
+    source = self._source
+    kept = None if source.kept is None else source.kept / f"{self._way}-{self._size}"
     found = None if kept is None else _found(kept, number)
     if found is None:
       cut = self._read(number)
@@ -171,7 +166,7 @@ class _ByRange:
       last = begin + len(content) >= source.size
       path = _write(kept or _folder_of(self._file, scratch), number, begin, last, self._file.path.name, content)
       found = path, begin, last
-    return Piece(_name(self._file, number), found[0], _text_at(self._file, found[1]), found[2])
+    return Piece(f"{self._file.name}[{number}]", found[0], _text_at(self._file, found[1]), found[2])
 
   def _read(self, number: int) -> tuple[int, bytes] | None:
     """(first byte, content) of a piece; None: the file has not as many."""
@@ -218,7 +213,7 @@ class _ByRowGroups:
     else:
       path = found[0]
     shown = f"{self._file.shown}, row groups {part.first} to {part.last - 1}"
-    return Piece(_name(self._file, number), path, shown, last)
+    return Piece(f"{self._file.name}[{number}]", path, shown, last)
 
 
 class _InOrder:
@@ -241,7 +236,7 @@ class _InOrder:
         name = self._file.path.name
         suffix = name.removesuffix(self._file.path.suffix) if self._file.path.suffix in PACKED else name
         path = _write(_folder_of(self._file, scratch), number, begin, last, suffix, content)
-        return Piece(_name(self._file, number), path, _text_at(self._file, begin), last)
+        return Piece(f"{self._file.name}[{number}]", path, _text_at(self._file, begin), last)
     return None
 
   def _pieces(self, stop: threading.Event) -> Iterator[tuple[int, bytes, bool]]:

@@ -14,10 +14,8 @@ class Prefetcher(Iterator[Any]):
   there. With depth 0 nothing runs ahead. Close it, or use it as a context manager.
 
   Args:
-    fn: called with each step; must not depend on the order of calls.
-    start: first step.
+    fn: must not depend on the order of calls.
     stop: step after the last; None: endless.
-    depth: results kept ready.
     closed: called when it was closed.
   """
 

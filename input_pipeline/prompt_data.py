@@ -29,7 +29,7 @@ from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.packing import permutation
 from input_pipeline.remarks import Tally
 from input_pipeline.sources.readers import Record
-from input_pipeline.sources.sources import Source, open_source
+from input_pipeline.sources.sources import Source, open_source, stable
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 
@@ -293,7 +293,7 @@ def _item(record: Record, prompter: Prompter, prompt_key: str | None, source: in
   if asked.answer is not None:
     columns.setdefault("answer", asked.answer)
   # Reward functions run in other processes, and the fingerprint is of what they get.
-  columns = json.loads(json.dumps(columns, default=_stable))
+  columns = json.loads(json.dumps(columns, default=stable))
   return PromptItem(prompt, asked.content, columns, asked.tools, asked.variables, source)
 
 
@@ -316,10 +316,5 @@ def _check_lengths(lengths: np.ndarray, config: ConfigDict, name: str) -> None:
       f"{', or input.over_long=drop' if over_long == 'error' else ', or a larger input.max_over_long'}.")
 
 
-def _stable(value: Any) -> str:
-  """What JSON lacks (bytes, dates, decimals), as a string that is the same everywhere."""
-  return value.hex() if isinstance(value, bytes) else str(value)
-
-
 def _hash(value: Any) -> str:
-  return hashlib.blake2b(json.dumps(value, sort_keys=True, default=_stable).encode(), digest_size=16).hexdigest()
+  return hashlib.blake2b(json.dumps(value, sort_keys=True, default=stable).encode(), digest_size=16).hexdigest()

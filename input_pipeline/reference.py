@@ -74,10 +74,8 @@ class ReferenceLogprobs:
 
   Args:
     packed: the sources; their documents have parts.
-    seq_len: places in a row.
     arrays: which its batches have.
-    fingerprint: all that decides the values: the reference's parameters and how they are computed with.
-    cache_dir: where the token caches are.
+    fingerprint, cache_dir: see `PackedData.reference`.
     said: what is kept.
 
   Attributes:

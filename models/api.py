@@ -5,11 +5,8 @@ the hidden states, add the losses that the model itself asks for (`Output`), and
 `unembedding(params)` to `trainer/strategies/logprobs.py`, so that nothing in training ever holds logits of shape [B, T,
 V].
 
-How do I add a model? Write a class with the methods of `Model` and put its dotted path into the config:
-`config.model.name = "my_package.my_module.MyModel"`. It is constructed as
-`MyModel(cfg_model, vocab_size=…, params_dtype=…, compute_dtype=…, remat=…)`; it may have a
-`validate(cfg_model, seq_len)` static method, called before any device work. It reads the keys of
-`cfg_model` that it uses; keys of yours that the defaults lack are added with `config.model.my_key = …`.
+How do I add a model? See docs/extending.md.
+
 A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (segment 0 is padding). With images among
 the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py. Where completions share a
 prompt (trainer/rollouts/experience.py) it has `prompt_ids`, see models/attention/dispatch.py.
@@ -181,7 +178,6 @@ def make_model(
   Args:
     cfg_model: the config's `model` section.
     vocab_size: entries of the tokenizer; the model's own vocabulary may be padded beyond it.
-    params_dtype: dtype of the parameters.
     compute_dtype: dtype of matrix products and of the residual stream.
     remat: what the backward pass recomputes, see `models.remat.remat_policy`.
     frozen: how parameters that are not trained are kept: a dtype, int8 or nf4 (`config.precision.frozen`); None: in

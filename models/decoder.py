@@ -121,7 +121,8 @@ class Decoder(nnx.Module):
             ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What `Mtp` makes of the hidden states that the decoder has given of a batch."""
     own_key = None if key is None else jax.random.fold_in(key, self.spec.num_layers + 3)
-    return self.mtp(hidden_BxTxD, batch, self._of_tokens, self._ropes(batch), remat, own_key)
+    return self.mtp(hidden_BxTxD, batch, lambda tokens_BxT: self._scaled(self.embed(tokens_BxT)), self._ropes(batch),
+                    remat, own_key)
 
   def _ropes(self, batch: dict) -> dict[str, Any]:
     """By the type of layer the `rope_table`, with the factor on queries, if there is one; or, where nothing turns,
@@ -135,10 +136,6 @@ class Decoder(nnx.Module):
       factor_BxTx1x1 = temperature(s.query_temperature.scale, s.query_temperature.floor, positions)
       ropes |= {kind: (*ropes[kind], factor_BxTx1x1) for kind in s.ropes}
     return ropes
-
-  def _of_tokens(self, tokens_BxT: jax.Array) -> jax.Array:
-    """Their embeddings, with the model's factors on them."""
-    return self._scaled(self.embed(tokens_BxT))
 
   def _scaled(self, x_BxTxD: jax.Array) -> jax.Array:
     s = self.spec

@@ -280,8 +280,6 @@ def rms_normalised(x: jax.Array, eps: float) -> jax.Array:
   return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)).astype(x.dtype)
 
 
-
-
 class Mlp(nnx.Module):
   """down(act(gate(x)) * up(x)) for gated activations (Shazeer 2020), down(act(up(x))) for others."""
 

@@ -63,7 +63,6 @@ def add_rows(g_NxD: jax.Array, places_N: jax.Array, entries: int) -> jax.Array:
   Args:
     g_NxD: rows, of any floating dtype.
     places_N: of each, from 0 to V - 1; rows elsewhere count nowhere.
-    entries: V.
   """
   N, D = g_NxD.shape
   n = min(CHUNK, N)

@@ -126,7 +126,6 @@ def check_targets(lora: Any, paths: Iterable[str], vocab_size: int) -> None:
   tables that there are not.
 
   Args:
-    lora: `spec.lora`.
     paths: of all the model's parameters, adapters included, quantised kernels by their own name.
     vocab_size: how many tokens there are.
 
@@ -193,7 +192,6 @@ def merge(params: Mapping[str, Any], lora: Any) -> dict[str, Any]:
 
   Args:
     params: nested dict; kernels not quantised.
-    lora: `spec.lora`.
   """
   flat = tree.flatten(params)
   merged = {path: leaf for path, leaf in flat.items() if not is_adapter(path)}
@@ -226,7 +224,6 @@ def merged_reader(read_base: ReadLeaf, read_adapter: ReadLeaf, adapters: Iterabl
     read_base: gives `leaf[index]` of the base; index has a number for each layer and slices for the other dimensions.
     read_adapter: the same of the adapters' leaves.
     adapters: paths of the adapters' leaves.
-    lora: `spec.lora`.
   """
   adapters, scale = frozenset(adapters), lora.scale
 

@@ -54,11 +54,7 @@ def kind_of(tower: str, projector: str) -> str | None:
 
 
 def make_video(vision: ConfigDict) -> Video | None:
-  """Reads and checks `model.vision.video`; None: the model sees no videos.
-
-  Raises:
-    ConfigError: what was found and what is allowed.
-  """
+  """Reads and checks `model.vision.video`; None: the model sees no videos."""
   c, tower, kind, tile = vision.video, vision.tower, kind_of(vision.tower, vision.projector), vision.image_size**2
   if c.token is None:
     return None

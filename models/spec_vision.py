@@ -159,9 +159,6 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
   Args:
     num_layers: of the model, without the tower.
     reasons: sentences on what was derived are added to it.
-
-  Raises:
-    ConfigError: what was found and what is allowed.
   """
   if one_of("vision.tower", c.tower, TOWERS) == "none":
     return None

@@ -38,7 +38,7 @@ from trainer.errors import ConfigError
 
 
 class Transformer:
-  """The `models.api.Model` of a `Decoder`."""
+  """The `models.api.Model` of a `Decoder`, and its `Scoring` and `Generative`, where what methods do is said."""
 
   def __init__(
       self,
@@ -88,11 +88,9 @@ class Transformer:
       )
 
   def abstract_params(self) -> Params:
-    """See `models.api.Model`."""
     return nnx.to_pure_dict(self._state)
 
   def init(self, rng: jax.Array) -> Params:
-    """See `models.api.Model`."""
     return nnx.to_pure_dict(nnx.split(self._make(rng))[1])
 
   def apply(self, params: Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False) -> Output:
@@ -130,16 +128,13 @@ class Transformer:
     return kept
 
   def empty_cache(self, rows: int, max_length: int, pages: int | None = None) -> Cache:
-    """See `models.api.Generative`."""
     return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one, pages)
 
   @property
   def routing(self) -> tuple[int, int] | None:
-    """See `models.api.Generative`."""
     return None if self.spec.moe is None else (len(self.spec.layers_with("moe")), self.spec.moe.experts_per_token)
 
   def extend(self, params: Params, batch: dict, cache: Cache | None = None, record: bool = False) -> tuple:
-    """See `models.api.Generative`."""
     before = None if cache is None else cache_lib.stacked(cache, self.spec)
     if cache is not None:
       segment_ids = batch.get("segment_ids", jnp.ones_like(batch["tokens"]))
@@ -154,19 +149,15 @@ class Transformer:
     return (hidden_BxTxD, cache, jnp.moveaxis(stats["experts"], 0, 2)) if record else (hidden_BxTxD, cache)
 
   def copied_cache(self, cache: Cache, *which: Any) -> Cache:
-    """See `models.api.Generative`."""
     return cache_lib.copied(cache, self.spec, *which)
 
   def has_beginnings(self, length: int) -> bool:
-    """See `models.api.Generative`."""
     return cache_lib.has_beginnings(self.spec, length)
 
   def beginning_of_cache(self, cache: Cache, length: int) -> Cache:
-    """See `models.api.Generative`."""
     return cache_lib.beginning(cache, length)
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
-    """See `models.api.Generative`."""
     return cache_lib.resized(cache, self.spec, rows_R, max_length, pages_Q)
 
   def decoding_params(self, params: Params) -> Params:
@@ -192,7 +183,6 @@ class Transformer:
 
   def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache, record: bool = False
              ) -> tuple:
-    """See `models.api.Generative`."""
     graph, state = self._decoding
     blocks, params = None, {part: arrays for part, arrays in params.items() if part != tables.MERGED}
     if self._one_by_one:
@@ -226,7 +216,6 @@ class Transformer:
     return self._abstract(True)
 
   def unembedding(self, params: Params) -> jax.Array:
-    """See `models.api.Model`."""
     self.spec.head.need("lm", "predicts no tokens")
     return tables.unembedding(params, self.spec)
 
@@ -255,13 +244,11 @@ class Transformer:
     return self.unembed(params, self.apply(params, batch).hidden)
 
   def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
-    """See `models.api.Scoring`."""
     self.spec.head.need("score", "scores nothing")
     return jnp.matmul(hidden_xD.astype(jnp.float32), params["score"]["kernel"].astype(jnp.float32),
                       precision=jax.lax.Precision.HIGHEST)
 
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
-    """See `models.api.Model`."""
     kernel_DxV = self.unembedding(params).astype(hidden_BxTxD.dtype)
     if hidden_BxTxD.shape[1] == 1 and logical_axes.platform() == "cpu" and logical_axes.current() is None:
       logits_BxTxV = cpu.few_rows(hidden_BxTxD, kernel_DxV.T, jnp.float32)

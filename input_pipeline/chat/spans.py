@@ -125,13 +125,13 @@ class SpanFinder:
         else:
           runs.append([turn])
     if len(runs) > 1 and policy == "error":
-      raise DataError(f"{self._of(runs[0][-1].index)} is rendered differently once messages[{runs[1][0].index}] "
+      raise DataError(f"messages[{runs[0][-1].index}] is rendered differently once messages[{runs[1][0].index}] "
                       "follows, and chat.on_rewritten_history is 'error'. Set it to 'split' (an example for each "
                       "turn, with the history as it is shown then) or 'last' (only the last turn is trained).")
     if len(runs) > 1 and policy == "last":
       runs = [[runs[-1][-1]]]
     rendered = [self._text(run[-1], conversation if run is runs[-1] else None) for run in runs]
-    self._check_shown(conversation, [turn for run in runs for turn in run], rendered)
+    self.check_shown(conversation, [turn for run in runs for turn in run], rendered)
     return [self._segments(run, text) for run, text in zip(runs, rendered, strict=True)]
 
   def whole(self, conversation: Conversation, weights: Sequence[float]) -> list[Segment]:
@@ -142,11 +142,11 @@ class SpanFinder:
       if weight != 1:
         turn = self._locate(conversation, index)._replace(weight=weight)
         if rendered.text[:turn.end] != turn.rendered.text[:turn.end]:
-          raise DataError(f"{self._of(index)} has a weight, but is rendered differently once more messages follow, so "
+          raise DataError(f"messages[{index}] has a weight, but is rendered differently once more messages follow, so "
                           "that its place is unknown. Leave the weight out, or do not set chat.train_on='all'.")
         turns.append(turn)
     said = [Turn(i, rendered, 0, 0, None, 1.0) for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    self._check_shown(conversation, said, [rendered])
+    self.check_shown(conversation, said, [rendered])
     return self._segments(turns, rendered, outside=1.0)
 
   def behind(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None,
@@ -194,10 +194,10 @@ class SpanFinder:
     start, remarks = self._start(conversation, index, rendered)
     end, token = self._end(rendered, start)
     if said and token is None:
-      raise self._endless(rendered.text[start:], self._of(index))
+      raise self._endless(rendered.text[start:], f"messages[{index}]")
     behind = rendered.text[end:] if self._pattern is None else self._pattern.sub("", rendered.text[end:])
     if ends and behind.strip():
-      raise DataError(f"{self._of(index)}: {self.template.where} writes {behind.strip()[:60]!r} behind {token}, where "
+      raise DataError(f"messages[{index}]: {self.template.where} writes {behind.strip()[:60]!r} behind {token}, where "
                       "a model stops. Use another template (chat.template), or correct the tokenizer's stop ids "
                       "(eos_token_id in generation_config.json).")
     changed = [(CHANGED, key) for key in ("content", *REASONING) if said and not holds(
@@ -284,7 +284,7 @@ class SpanFinder:
       except DataError as e:
         error = e
     if not texts:
-      raise DataError(f"{self._of(len(before))}: where it begins could not be found under {self.template.where}, which "
+      raise DataError(f"messages[{len(before)}]: where it begins could not be found under {self.template.where}, which "
                       "renders no other text in its place. Use another template (chat.template).") from error
     return functools.reduce(_common, texts)
 
@@ -305,12 +305,7 @@ class SpanFinder:
     remarks = tuple(remark for turn in turns if turn.weight for remark in turn.remarks)
     return [Segment(rendered.text, rendered.inert, spans, outside, remarks)]
 
-  def check_prompt(self, conversation: Conversation, rendered: Rendered) -> None:
-    """Raises DataError if the template leaves out something that a conversation, which is to be answered, tells the
-    model: what others than the assistant say, and the tools."""
-    self._check_shown(conversation, [], [rendered])
-
-  def _check_shown(self, conversation: Conversation, turns: list[Turn], rendered: list[Rendered]) -> None:
+  def check_shown(self, conversation: Conversation, turns: list[Turn], rendered: list[Rendered]) -> None:
     """Raises DataError if the template leaves out something of the conversation that a model should see or say.
 
     That is so if it renders the same text for another conversation in its place. Others that it refuses say nothing.
@@ -343,9 +338,6 @@ class SpanFinder:
     tools, variables = (None, {}) if conversation is None else (conversation.tools, conversation.variables)
     return self.template.render_spans(messages, tools=tools, add_generation_prompt=gen, inert_tokens=self._specials,
                                       **variables)
-
-  def _of(self, index: int) -> str:
-    return f"messages[{index}]"
 
 
 def _continues(earlier: Turn, later: Turn) -> bool:

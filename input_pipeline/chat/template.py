@@ -21,7 +21,6 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError,
 from input_pipeline.chat.budget import LimitError, Limits, RefusalError
 from input_pipeline.chat.plain import messages_of, plain, records
 from input_pipeline.chat.sandbox import Sandbox
-from input_pipeline.chat.tool_calls import calls_in
 from input_pipeline.files import printable
 from input_pipeline.sources.sources import utf8
 from input_pipeline.tokenizer import hf_folder, special_tokens
@@ -138,7 +137,7 @@ class ChatTemplate:
     except DataError as error:
       # DeepSeek's put arguments in a string with `+`. That is found for each conversation anew: what one is rendered
       # as depends on no other.
-      if not isinstance(error.__cause__, TypeError) or not calls_in(request.messages):
+      if not isinstance(error.__cause__, TypeError) or not any(m.get("tool_calls") for m in request.messages):
         raise
       try:
         return self._render_with(True, request)

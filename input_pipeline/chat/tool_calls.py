@@ -5,7 +5,7 @@ OpenAI's `tool_calls`, its older `function_call`, and the `function_call` messag
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from input_pipeline.files import NotJSONError, parse_json
@@ -22,11 +22,6 @@ class Arguments(dict):
   """Of a call, with the string of JSON that the data have of them."""
 
   written: str = ""
-
-
-def calls_in(messages: Iterable[Mapping]) -> bool:
-  """Whether tools are called in a conversation."""
-  return any(message.get("tool_calls") for message in messages)
 
 
 def written_calls(calls: list[dict]) -> list[dict]:

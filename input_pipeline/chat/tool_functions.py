@@ -34,11 +34,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def load_tools(paths: Sequence[str], key: str) -> dict[str, Callable]:
-  """{name: function} of dotted paths.
-
-  Args:
-    paths: each of a function.
-    key: where the config says so, for messages.
+  """{name: function} of dotted paths; `key`: where the config says so, for messages.
 
   Raises:
     ConfigError: one cannot be imported, is no function, or two have the same name.

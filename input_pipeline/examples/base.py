@@ -40,7 +40,9 @@ class Encoded(NamedTuple):
 
 
 class Encoder(Protocol):
-  """An encoder may have `with_next(document, following) -> document`, too, if a document depends on another one of its
+  """Its tokenizer is what encodes; None where only `texts` and `describe` are used.
+
+  An encoder may have `with_next(document, following) -> document`, too, if a document depends on another one of its
   source: the next one with another `prompt_of(document)` (partners.py; if all have the same: on None). And
   `sees_images`: documents may have images."""
 

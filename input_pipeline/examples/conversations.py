@@ -35,13 +35,11 @@ class ChatEncoder:
 
   Args:
     config: the whole config, of which `chat`, `tokenizer` and what concerns images count.
-    tokenizer: what encodes; None if only `texts` and `describe` are used.
     trains_all: `chat.train_on` = auto stands for all: pretraining, which comes here for rows with images alone, learns
       all that it reads.
 
   Attributes:
     images: how the model sees images; None: it does not.
-    sees_images: whether it does.
 
   Raises:
     ConfigError: a value of `chat` that is not allowed, an unknown template; see `ImageFormat`.

@@ -122,7 +122,6 @@ class MatchEncoder:
 
   Args:
     config: the whole config, of which `strategy`, `tokenizer`, `chat`, `seq_len` and what concerns images count.
-    tokenizer: None if only `texts` and `describe` are used.
 
   Raises:
     ConfigError: see `TextTokens`, `ImageFormat`.

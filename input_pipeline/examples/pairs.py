@@ -32,7 +32,6 @@ class SidesEncoder:
 
   Args:
     config: the whole config, of which `chat` and `tokenizer` count.
-    tokenizer: what encodes; None if only `texts` and `describe` are used.
 
   Raises:
     ConfigError: see `ChatEncoder`; or options of `chat` that preferences do not have.

@@ -206,7 +206,7 @@ class Prompter:
     try:
       rendered = self._encoder.renderer.render_spans(shown, tools=schemas, add_generation_prompt=True,
                                                      inert_tokens=self._tokenizer.special_tokens, **variables)
-      self._encoder.finder.check_prompt(Conversation("", shown, [], len(shown), schemas, variables), rendered)
+      self._encoder.finder.check_shown(Conversation("", shown, [], len(shown), schemas, variables), [], [rendered])
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
     utf8(rendered.text, where)

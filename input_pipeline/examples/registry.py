@@ -36,10 +36,8 @@ class TextEncoder:
   """A text is a document, with ids before it, BOS say, and EOS after it where the tokenizer has it.
 
   Args:
-    tokenizer: what encodes; None if only `texts` is used.
     text_key: the field that holds the text.
     head: ids that begin each document (`begins_with`).
-    add_eos: end each document with EOS.
     option: how messages call `text_key`.
   """
 
@@ -92,7 +90,7 @@ class TokenizedEncoder:
   -100 where not. `weights` are numbers from 0 on, one a token. BOS and EOS are not added.
 
   Args:
-    tokenizer: whose vocabulary the ids are checked against; None if only `texts` is used.
+    tokenizer: whose vocabulary the ids are checked against.
     fields: other names of these columns, {"input_ids": "ids"}.
     images: the model sees images, which such rows cannot have.
     top_k: above 0: so many entries are kept of what a teacher has said of each token, in columns of the row (top_k.py).
@@ -275,17 +273,8 @@ def _kind(value: Any) -> str:
 
 
 def _chat(config: ConfigDict, tokenizer: Tokenizer | None, trains_all: bool = False) -> Encoder:
-  try:
-    fields = dict(config.chat.fields)
-  except (TypeError, ValueError) as e:
-    raise ConfigError(f"chat.fields is {config.chat.fields!r}; it must be pairs of names, ours first, as in "
-                      '(("messages", "dialogue"),).') from e
-  return EitherEncoder(TokenizedEncoder(tokenizer, fields, images=sees(config)),
+  return EitherEncoder(TokenizedEncoder(tokenizer, fields_of(config.chat), images=sees(config)),
                        ChatEncoder(config, tokenizer, trains_all))
-
-
-def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  return _chat(config, tokenizer, trains_all=True)
 
 
 def _taught(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
@@ -298,7 +287,7 @@ def _routed(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
 
 # {kind (kinds.py): what encodes its rows}; texts are encoded so only where the model sees images.
 ENCODERS: dict[str, Callable[..., Encoder]] = {
-    "texts": _texts, "conversations": _chat, "taught": _taught, "routed": _routed,
+    "texts": functools.partial(_chat, trains_all=True), "conversations": _chat, "taught": _taught, "routed": _routed,
     "pairs": PairEncoder, "graded": functools.partial(PairEncoder, graded=True), "labelled": LabelledEncoder,
     "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder,
     "matches": MatchEncoder}
@@ -333,11 +322,8 @@ def open_examples(
   """The source that `cfg` describes, and the encoder for its records; reads no file yet.
 
   Args:
-    tokenizer: see `make_encoder`.
-    learns: see `make_encoder`.
-    split: in place of the source's own.
-    max_documents: a limit besides the source's own.
-    streams: see `open_source`.
+    tokenizer, learns: see `make_encoder`.
+    split, max_documents, streams: see `open_source`.
 
   Raises:
     ConfigError: see `open_source`; or a `text_key` for a strategy that finds columns by `chat.fields`.

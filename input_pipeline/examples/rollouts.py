@@ -195,7 +195,6 @@ class RolloutEncoder(SidesEncoder):
 
   Args:
     config: the whole config, of which `chat`, `tokenizer`, `strategy` and `rollout.prompt_key` count.
-    tokenizer: None if only `texts` and `describe` are used, which need no responses.
 
   Raises:
     ConfigError: see `ChatEncoder`; or advantages that compare the rows of a batch.
@@ -272,7 +271,9 @@ class RolloutEncoder(SidesEncoder):
     asked, images, places = row.asked, (), ()
     if isinstance(asked, np.ndarray):
       prompt = asked
-      self._refuse_images_of_tokens(record)
+      if self._rollouts.images_of(record):
+        raise DataError(f"{record.where}: has images, and a prompt of token ids. Give the prompt as text or messages, "
+                        "so that the places of the images are known.")
     else:
       loaded = self._chat.load(asked.images)
       if isinstance(loaded, str):
@@ -289,11 +290,6 @@ class RolloutEncoder(SidesEncoder):
     if logprobs is not None:
       logprobs = np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])
     return Encoded(ids.astype(np.int32), weights, images=images, places=places, logprobs=logprobs)
-
-  def _refuse_images_of_tokens(self, record: Record) -> None:
-    if self._rollouts.images_of(record):
-      raise DataError(f"{record.where}: has images, and a prompt of token ids. Give the prompt as text or messages, so "
-                      "that the places of the images are known.")
 
   @cached_property
   def _prompter(self) -> Prompter:

@@ -140,8 +140,9 @@ class PairReader(ShapeReader):
       raise DataError(f"{record.where}: {self._name(column)} ends with what the assistant says, and its answers are in "
                       "columns of their own. Take that message out." if answers or prompt else
                       f"{record.where}: {self._name(column)} has no question before its answer.")
+    named = {key: self._name(key) for key in ("role", "content")}
     for key, messages in ({"prompt": prompt} | sides).items():
-      fields[self._name(key)] = [self._as_named(message) for message in messages]
+      fields[self._name(key)] = [{named.get(part, part): value for part, value in m.items()} for m in messages]
     return record._replace(fields=fields)
 
   def _side(self, record: Record, key: str) -> list[dict] | None:
@@ -154,10 +155,6 @@ class PairReader(ShapeReader):
       return None
     found, _ = self._messages(record._replace(fields={self._name(key): messages}), key)
     return found if found[0]["role"] == "assistant" else None
-
-  def _as_named(self, message: dict) -> dict:
-    """A message with the row's own names of role and content."""
-    return {self._name(key) if key in ("role", "content") else key: value for key, value in message.items()}
 
   def _require(self, record: Record, columns: tuple[str, ...], what: str, example: str) -> None:
     missing = [self._name(column) for column in columns if not self._has(record, column)]

@@ -119,7 +119,7 @@ def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] |
   """
   data, file = content_of(ref, ref.value)
   checked, name = {} if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
-  where = _named(ref.where, file)
+  where = ref.where if file is None else f"{ref.where} ({file})"
   if name not in checked:
     with opened(data, where, max_pixels, show_bytes=file is None) as image:
       stored = image.size
@@ -217,19 +217,15 @@ def content_of(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
     if not head.endswith(";base64"):
       raise ImageError(f"{ref.where}: the data URL begins with {head[:40]!r}; expected base64, as in "
                        "'data:image/png;base64,…'.")
-    return _from_base64(ref, body), None
+    try:
+      return base64.b64decode("".join(body.split()), validate=True), None
+    except (binascii.Error, ValueError) as e:
+      raise ImageError(f"{ref.where}: not valid base64 ({e}): {body[:40]!r}.") from e
   if re.match(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*://", value):
     raise ImageError(f"{ref.where} is the URL {value[:80]!r}. Nothing is downloaded: save the image and give its path.")
   if (data := _magic_base64(value)) is not None:
     return data, None
   return _file(ref, Path(value.removeprefix("file://")))
-
-
-def _from_base64(ref: ImageRef, text: str) -> bytes:
-  try:
-    return base64.b64decode("".join(text.split()), validate=True)
-  except (binascii.Error, ValueError) as e:
-    raise ImageError(f"{ref.where}: not valid base64 ({e}): {text[:40]!r}.") from e
 
 
 def _magic_base64(text: str) -> bytes | None:
@@ -256,10 +252,6 @@ def _file(ref: ImageRef, path: Path) -> tuple[bytes, Path]:
     reason = getattr(e, "strerror", None) or str(e)
     beside = "" if path.is_absolute() else " Paths are relative to the folder of the data file."
     raise ImageError(f"{ref.where}: {str(file)[:200]!r} cannot be read: {reason}.{beside}") from e
-
-
-def _named(where: str, file: Path | None) -> str:
-  return where if file is None else f"{where} ({file})"
 
 
 def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float, float]) -> Image.Image:

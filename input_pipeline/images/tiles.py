@@ -26,17 +26,7 @@ def kept_size(width: int, height: int, size: int, min_pixels: int, max_pixels: i
   Raises:
     ValueError: one side is more than MAX_RATIO times the other.
   """
-  if max(width, height) > MAX_RATIO * min(width, height):
-    raise ValueError(f"{width} × {height} pixels, of which one side is more than {MAX_RATIO} times the other. Cut it, "
-                     "or set input.images.on_error='drop'.")
-  sides = [round(side / size) * size for side in (width, height)]
-  if sides[0] * sides[1] > max_pixels:
-    factor = math.sqrt(width * height / max_pixels)
-    sides = [max(size, math.floor(side / factor / size) * size) for side in (width, height)]
-  elif sides[0] * sides[1] < min_pixels:
-    factor = math.sqrt(min_pixels / (width * height))
-    sides = [math.ceil(side * factor / size) * size for side in (width, height)]
-  return sides[0], sides[1]
+  return _size_within(1, 1, width, height, size, (min_pixels, max_pixels))
 
 
 def video_size(frames: int | None, width: int, height: int, size: int, min_pixels: int, max_pixels: int
@@ -52,16 +42,22 @@ def video_size(frames: int | None, width: int, height: int, size: int, min_pixel
   if min(width, height) < size:
     scale = max(size / height, size / width)
     width, height = int(width * scale), int(height * scale)
-  if max(width, height) / min(width, height) > MAX_RATIO:
+  return _size_within(frames, round(frames / 2) * 2, width, height, size, (min_pixels, max_pixels))
+
+
+def _size_within(frames: int, counted: int, width: int, height: int, size: int, pixels: tuple[int, int]
+                 ) -> tuple[int, int]:
+  """See `kept_size`; of so many frames, which count as `counted`, with the least and the most pixels of all."""
+  if max(width, height) > MAX_RATIO * min(width, height):
     raise ValueError(f"{width} × {height} pixels, of which one side is more than {MAX_RATIO} times the other. Cut it, "
                      "or set input.images.on_error='drop'.")
+  least, most = pixels
   sides = [round(side / size) * size for side in (width, height)]
-  counted = round(frames / 2) * 2 * sides[0] * sides[1]
-  if counted > max_pixels:
-    factor = math.sqrt(frames * height * width / max_pixels)
+  if counted * sides[0] * sides[1] > most:
+    factor = math.sqrt(frames * height * width / most)
     sides = [max(size, math.floor(side / factor / size) * size) for side in (width, height)]
-  elif counted < min_pixels:
-    factor = math.sqrt(min_pixels / (frames * height * width))
+  elif counted * sides[0] * sides[1] < least:
+    factor = math.sqrt(least / (frames * height * width))
     sides = [math.ceil(side * factor / size) * size for side in (width, height)]
   return sides[0], sides[1]
 

@@ -9,10 +9,11 @@ their names.
 T places in time, F frames of a place.
 """
 
+import contextlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -366,16 +367,13 @@ def _container(data: bytes, kind: str, where: str, max_pixels: int) -> Frames:
   return Frames(count, fps, frames)
 
 
-class _damaged:
+@contextlib.contextmanager
+def _damaged(where: str, kind: str, av: Any) -> Iterator[None]:
   """What FFmpeg raises as a message of ours."""
-
-  def __init__(self, where: str, kind: str, av: Any):
-    self._where, self._kind, self._errors = where, kind, (av.error.FFmpegError, ValueError, MemoryError)
-
-  def __enter__(self) -> None:
-    pass
-
-  def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-    if isinstance(error, self._errors) and not isinstance(error, ImageError):
-      raise ImageError(f"{self._where}: a damaged or truncated {self._kind}: {error}. Fetch it again, or set "
-                       "input.images.on_error='drop'.") from error
+  try:
+    yield
+  except ImageError:
+    raise
+  except (av.error.FFmpegError, ValueError, MemoryError) as e:
+    raise ImageError(f"{where}: a damaged or truncated {kind}: {e}. Fetch it again, or set "
+                     "input.images.on_error='drop'.") from e

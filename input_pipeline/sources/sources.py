@@ -299,7 +299,7 @@ class Source:
     if text is not None:
       return utf8(text, record.where)
     fields = _without_nulls(record.fields)
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_stable).encode()
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=stable).encode()
 
   def _in_split(self, record: Record) -> bool:
     key = self._key(record)
@@ -369,7 +369,7 @@ def _without_nulls(value: Any) -> Any:
   return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _stable(value: Any) -> str:
+def stable(value: Any) -> str:
   """What JSON lacks (bytes, dates, decimals), as a string that is the same everywhere."""
   return value.hex() if isinstance(value, bytes) else str(value)
 

@@ -9,6 +9,7 @@ Which file says what, in the order of their weight:
 - generation_config.json, then config.json: ids that end a text; and EOS and BOS where no file above mentions them.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -58,10 +59,7 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
   path = Path(path)
   folder = path if path.is_dir() else path.parent
   file = folder / "tokenizer.json" if path.is_dir() else path
-  named = read_json(folder / "tokenizer_config.json")
-  legacy = "added_tokens_decoder" not in named
-  if legacy:
-    named = {**named, **read_json(folder / "special_tokens_map.json")}
+  named, legacy = _named(folder)
   model, generation = (read_json(folder / name) for name in ("config.json", "generation_config.json"))
   if file.is_file():
     serialized, defaults = read_text(file), {}
@@ -70,7 +68,9 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
     defaults = {k: "<|endoftext|>" for k in NAMED_TOKENS[:3] if k not in named}
     named = {**named, **defaults}
   name = hf_classes.tokenizer_class(named, model)
-  serialized = _adapted(serialized, name, named)
+  # What is no tokenizer stays as it is, which is told where it is made.
+  with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    serialized = hf_classes.adapted(serialized, name, named)
   special_tokens = _special_tokens(named, folder)
   ids = {k: _ids(generation, k, folder / "generation_config.json") or _ids(model, k, folder / "config.json")
          for k in ("bos_token_id", "eos_token_id")}
@@ -94,13 +94,6 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
       eos_id=ids["eos_token_id"][0] if ids["eos_token_id"] and "eos_token" not in named else None, files=kept)
 
 
-def _adapted(serialized: str, name: str | None, named: dict) -> str:
-  try:
-    return hf_classes.adapted(serialized, name, named)
-  except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-    return serialized  # no tokenizer, which is told where it is made
-
-
 def special_tokens(folder: Path) -> dict[str, str] | None:
   """{`bos_token`: …} as transformers hands them to chat templates; None where no file of the folder names any."""
   if (folder / "tokenizer.json").is_file():
@@ -114,10 +107,7 @@ def special_tokens(folder: Path) -> dict[str, str] | None:
     return {**found.special_tokens, **{k: v for k, v in numbered.items() if v is not None}}
   if not any((folder / name).is_file() for name in ("tokenizer_config.json", "special_tokens_map.json")):
     return None
-  named = read_json(folder / "tokenizer_config.json")
-  if "added_tokens_decoder" not in named:
-    named = {**named, **read_json(folder / "special_tokens_map.json")}
-  return _special_tokens(named, folder)
+  return _special_tokens(_named(folder)[0], folder)
 
 
 def make_backend(serialized: str, plain: bool) -> Backend:
@@ -191,6 +181,13 @@ def parse_json(text: str, where: Path | str) -> dict:
   if not isinstance(entries, dict):
     raise DataError(f"{where}: holds a {type(entries).__name__}; expected an object with keys. Fetch the file again.")
   return entries
+
+
+def _named(folder: Path) -> tuple[dict, bool]:
+  """(what names the special tokens, whether the older files do, too)."""
+  named = read_json(folder / "tokenizer_config.json")
+  legacy = "added_tokens_decoder" not in named
+  return {**named, **(read_json(folder / "special_tokens_map.json") if legacy else {})}, legacy
 
 
 def _special_tokens(named: dict, folder: Path) -> dict[str, str]:

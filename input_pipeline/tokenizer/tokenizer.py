@@ -136,7 +136,6 @@ def make_tokenizer(
   Args:
     cfg: the section; `path` is read only for hf, `vocab_size` and `train_megabytes` only for bpe.
     train_texts: gives the training documents from the start, each time it is called.
-    save_path: where the tokenizer is kept for restarts.
 
   Raises:
     ConfigError: an unknown type, a path that does not exist, an impossible size.

@@ -83,12 +83,11 @@ def attend_in_parts(rule: Rule, qkv: QKV, segment_ids: jax.Array, axis: Any, C: 
   2407.21783, 3.3.2). Gradients of keys and values are rounded to their dtype once for each device that saw them.
 
   Args:
-    rule: as in `attend`.
     qkv: this device's parts.
     segment_ids: int32 [B, T], those of this part.
     axis: the mesh axis, or axes, over which rows are split.
     C: how many parts.
-    interpret: as in `attend`.
+    rule, interpret: as in `attend`.
   """
   reach = None if rule.window is None else -(-(rule.window - 1) // LANES) * LANES
   if reach is not None and reach <= qkv.q.shape[1]:

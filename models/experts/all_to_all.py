@@ -156,7 +156,6 @@ class _Static(NamedTuple):
     cycles is more than that hides.
 
     Args:
-      rounds: how many.
       arriving: `index -> tree`, what comes in.
       compute: `(index, what came in, results) -> results`, which sends the outputs back.
       results: before the first round.

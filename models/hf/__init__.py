@@ -10,8 +10,6 @@ Nothing is downloaded, unpickled or run: a folder is data.
 May import: models.api, models.config, models.lora, models.spec, models.spec_video, models.spec_vision.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,17 +21,17 @@ from models import api
 from models import config as config_lib
 from models.hf import convert, families, files, pixels, videos
 from models.hf.canonical import NEUTRAL, abstract_params, canonical, keys_of, set_keys
-from models.hf.convert import iter_params, load_params, plan
+from models.hf.convert import iter_params, plan
 from models.hf.errors import HFError
 from models.hf.family import Family
 from models.hf.files import TensorFolder, write_json
 from models.hf.peft import load_adapters, save_adapters
 from models.hf.peft_modules import AdapterLayout
 from models.hf.source import each
-from trainer import tree
+from trainer import atomic, tree
 
 __all__ = ["AdapterLayout", "HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
-           "copy_small_files", "iter_params", "keys_of", "load", "load_adapters", "load_params", "plan", "prepare",
+           "copy_small_files", "iter_params", "keys_of", "load", "load_adapters", "plan", "prepare",
            "save", "save_adapters", "set_keys", "with_dtype", "write_json"]
 
 # What a folder holds besides config.json and tensors, as glob patterns: it goes unchanged from the source into the
@@ -103,7 +101,9 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
   fitting = plan(family, keys, abstract, folder)
   if dtype is None:
     model = make(fitting.leaves["embed/embedding"].dtype)
-  params = load_params(fitting, folder, shardings(abstract) if callable(shardings) else shardings, dtype, progress)
+  placed = shardings(abstract) if callable(shardings) else shardings
+  placed = None if placed is None else tree.flatten(placed)
+  params = tree.unflatten(dict(iter_params(fitting, folder, placed, dtype, progress)))
   model.architecture, model.hf_config = keys, files.read_config(path)  # for `save`
   return model, params
 
@@ -209,9 +209,7 @@ def copy_small_files(source: str | Path, out: str | Path, names: Iterable[str] =
   for file in [file for name in names for file in sorted(source.glob(name)) if file.is_file()]:
     target = out / file.relative_to(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.copyfile(file, temporary)
-    os.replace(temporary, target)
+    atomic.write(target, file.read_bytes())
 
 
 def _has(content: Any, name: str) -> bool:

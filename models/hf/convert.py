@@ -1,7 +1,7 @@
 """Parameters of a Hugging Face folder into ours and back: one description of the names, applied both ways.
 
 A family (models/hf/family.py) lists `Tensor`s: their name, the leaves of our tree that it holds, and how. Here that
-list is laid over the tensors that a folder has (`plan`), read into sharded parameters (`load_params`) or written
+list is laid over the tensors that a folder has (`plan`), read into sharded parameters (`iter_params`) or written
 (`write_tensors`). "Ours" is a leaf such as blocks/attn/q/kernel [L, D, H*K], "theirs" a tensor such as
 model.layers.3.self_attn.q_proj.weight [H*K, D].
 """
@@ -113,13 +113,6 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   return Plan(leaves)
 
 
-def load_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping | None = None, dtype: Any = None,
-                progress: bool = False) -> dict[str, Any]:
-  """The nested dict of what `iter_params` gives; `shardings` is nested, too."""
-  placed = None if shardings is None else tree.flatten(shardings)
-  return tree.unflatten(dict(iter_params(plan, folder, placed, dtype, progress)))
-
-
 def iter_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping[str, Any] | None = None, dtype: Any = None,
                 progress: bool = False) -> Iterator[tuple[str, jax.Array]]:
   """Reads parameters straight onto their devices, one (path, array) after another.
@@ -228,17 +221,18 @@ def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[i
   """
   written: dict[str, tuple[Entry, tuple[int, ...]]] = {}
   covered: set[str] = set()
-  before = _written_prefix(family, model) if prefix is None else prefix
+  if prefix is None:  # of a body alone names begin with nothing, where the family has that
+    prefix = "" if model.get("head") == "embedding" and "" in family.prefixes else family.prefixes[0]
   tensors = family.tensors(dict(model))
   if in_memory:
     tensors = sorted(tensors, key=lambda tensor: not tensor.theirs.startswith(family.in_memory))
   for tensor in tensors:
     if not covered.intersection(paths_of(tensor)):
-      entry = make_entry(tensor, sizes, before)
+      entry = make_entry(tensor, sizes, prefix)
       written.update({entry.name(place): (entry, place) for place in entry.places()})
       covered.update(entry.paths)
   for copy in family.ahead.copied(model, sizes) if family.ahead else ():
-    entry = make_entry(copy, sizes, before)
+    entry = make_entry(copy, sizes, prefix)
     written[entry.name(())] = (entry, ())
   if missing := [path for path in sizes if path not in covered]:
     raise HFError(f"the family {family.name} has no tensor for {', '.join(missing)}.")
@@ -267,11 +261,6 @@ def copy_into(target: np.ndarray, values: np.ndarray, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- names
-
-
-def _written_prefix(family: Family, model: Mapping[str, Any]) -> str:
-  """What names of tensors begin with as they are written; of a body alone nothing, where the family has that."""
-  return "" if model.get("head") == "embedding" and "" in family.prefixes else family.prefixes[0]
 
 
 def _prefix(family: Family, tensors: list[Tensor], shapes: Mapping, present: Mapping) -> str:

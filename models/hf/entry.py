@@ -135,7 +135,6 @@ def make_entry(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], prefix: st
   """Lays a tensor over our shapes.
 
   Args:
-    tensor: of a family.
     shapes: {path: shape} of our parameters.
     prefix: what the names of the family begin with.
 

@@ -114,7 +114,6 @@ class Family:
   """A family of models; see the module's docstring.
 
   Args:
-    name: what messages call it.
     model_types: values of model_type in config.json; the first is written.
     architectures: values of architectures[0]; the first is written.
     keys: the rules for config.json, in the order in which they are read.
@@ -130,9 +129,9 @@ class Family:
     classifier: the architecture with a head that scores; "": named after the first of `architectures`; None: there is
       none in transformers.
     body: the architecture without a head, which embeddings are made of; "": named after the first of `architectures`.
+    name: what messages call it; "": the first of `model_types`.
   """
 
-  name: str
   model_types: tuple[str, ...]
   architectures: tuple[str, ...]
   keys: tuple[Rule, ...]
@@ -145,6 +144,10 @@ class Family:
   in_memory: str | tuple[str, ...] = ""
   classifier: str | None = ""
   body: str = ""
+  name: str = ""
+
+  def __post_init__(self):
+    object.__setattr__(self, "name", self.name or self.model_types[0])
 
   def __repr__(self) -> str:
     return f"<family {self.name}>"
@@ -153,7 +156,6 @@ class Family:
     """{dotted key of config.model: value} for the whole architecture, in the form of `canonical`.
 
     Args:
-      config: the content of config.json.
       ignored: names of entries that are known to have no effect (`model.hf_ignore`).
 
     Raises:

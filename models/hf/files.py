@@ -22,6 +22,7 @@ from models.hf import names as names_lib
 from models.hf import quantised
 from models.hf.errors import HFError
 from models.hf.quantised.slices import Packed
+from trainer import atomic
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # The dtypes that can hold parameters, by their names in safetensors.
@@ -143,9 +144,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, content: Mapping[str, Any] | list[Any]) -> None:
   """A JSON object, or a list, as a file, which is whole or not there."""
-  temporary = file.with_name(f".{file.name}.{os.getpid()}")
-  temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-  os.replace(temporary, file)
+  atomic.write(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -77,12 +77,8 @@ class VisionConfig(Rule):
   towers: tuple[Tower, ...]
 
   def read(self, source, model):
-    inner, tower = self._open(source)
-    check_kind(inner, VISION_INERT)
-    keys: dict[str, Any] = {"vision.tower": tower.name}
-    for rule in tower.keys:
-      keys.update(rule.read(inner, {**model, **keys}))
-    inner.check_all_read(INERT | DROPOUT | VISION_INERT, f"the tower {tower.name}")
+    inner, keys = self._read(source, model)
+    inner.check_all_read(INERT | DROPOUT | VISION_INERT, f"the tower {keys['vision.tower']}")
     return keys
 
   def write(self, model):
@@ -93,21 +89,22 @@ class VisionConfig(Rule):
     return {"vision_config": content}
 
   def notes(self, source):
-    inner, tower = self._open(source)
-    check_kind(inner, VISION_INERT)
-    keys: dict[str, Any] = {"vision.tower": tower.name, "hidden_size": None}
-    for rule in tower.keys:
-      keys.update(rule.read(inner, keys))
+    inner, _ = self._read(source, {"hidden_size": None})
     return [f"{inner.where}: {key} is {inner.content[key]}; it acts in training alone, and the tower has none here."
             for key in sorted(DROPOUT) if inner.content.get(key)] + inner.notes(INERT | DROPOUT | VISION_INERT)
 
-  def _open(self, source: Source) -> tuple[Source, Tower]:
+  def _read(self, source: Source, model: Mapping[str, Any]) -> tuple[Source, dict[str, Any]]:
+    """(the object, our keys)."""
     inner = source.inside("vision_config", source.get("vision_config", dict))
     by_type = {model_type: tower for tower in self.towers for model_type in tower.model_types}
     found = inner.get("model_type", str, self.towers[0].model_types[0])
     if found not in by_type:
       raise inner.error("model_type", f"{', '.join(by_type)}; other towers cannot be computed here")
-    return inner, by_type[found]
+    check_kind(inner, VISION_INERT)
+    keys: dict[str, Any] = {"vision.tower": by_type[found].name}
+    for rule in by_type[found].keys:
+      keys.update(rule.read(inner, {**model, **keys}))
+    return inner, keys
 
 
 @dataclass(frozen=True)
@@ -179,11 +176,9 @@ class TextPart(Family):
   """
 
   def read_source(self, source):
-    """See `Family.read_source`."""
     return super().read_source(self._text(source))
 
   def notes_on(self, source):
-    """See `Family.notes_on`."""
     text = self._text(source)
     notes = super().notes_on(text)
     if text is not source:
@@ -193,14 +188,12 @@ class TextPart(Family):
     return notes
 
   def kept(self, config):
-    """See `Family.kept`."""
     if "text_config" not in config:
       return super().kept(config)
     text = self._text(Source(config, "its config.json")).content
     return {**text, "architectures": [self.architectures[0]], "model_type": self.model_types[0]}
 
   def renewed(self, config, written):
-    """See `Family.renewed`."""
     return super().renewed(self.kept(config), written)
 
   def _text(self, source: Source) -> Source:
@@ -248,7 +241,6 @@ class ImageFamily(Family):
       inner[name] = {**{key: value for key, value in old.items() if key in kept}, **written[name]}
     return {**super().renewed(config, written), **inner}
 
-
   def with_modules(self, config, number):
     """See `Family.with_modules`: what predicts tokens further ahead is passed over where there are images."""
     text = {**config["text_config"]} if isinstance(config.get("text_config"), dict) else {}
@@ -261,8 +253,7 @@ class Wrapper:
   """A kind of model of images and text.
 
   Args:
-    name: what messages call it.
-    model_types, architectures, inert: see `Family`; of the outer config.json.
+    model_types, architectures, inert, name: see `Family`; of the outer config.json.
     texts: the text families that it may have; the first is meant where text_config has no model_type.
     towers: the towers that it may have; the first is meant where vision_config has no model_type.
     keys: the rules for the outer config.json, read after the two objects.
@@ -273,7 +264,6 @@ class Wrapper:
       otherwise. In a model that transformers 5 has loaded: the text model's last, and of others the first in `model.`.
   """
 
-  name: str
   model_types: tuple[str, ...]
   architectures: tuple[str, ...]
   texts: tuple[Family, ...]
@@ -286,6 +276,10 @@ class Wrapper:
   both_ways: bool | Mapping[str | None, str] = False
   beside: frozenset[str] | None = None
   names: tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]] = (_TEXT, _TOWER, _PROJECTOR)
+  name: str = ""
+
+  def __post_init__(self):
+    object.__setattr__(self, "name", self.name or self.model_types[0])
 
   def find(self, config: Mapping[str, Any], where: str) -> Family:
     """The family for a config.json of this kind, by its text_config; raises HFError."""

@@ -34,7 +34,7 @@ class Key(Rule):
   """An entry whose value is ours as it stands; several of ours have the same.
 
   `default` and `null` say what an absent key and `null` mean: a value, or a function of what was read before. `alias`
-  is another name for the entry, which is read but not written.
+  is another name for the entry, which is read but not written. `least`: what whole numbers begin at.
   """
 
   theirs: str
@@ -43,14 +43,15 @@ class Key(Rule):
   default: Any = REQUIRED
   null: Any = REQUIRED
   alias: str | None = None
+  least: int = 1
 
   def read(self, source, model):
     default, null = (v(model) if callable(v) else v for v in (self.default, self.null))
     if self.alias and self.alias in source.content:
-      default = source.get(self.alias, self.kind, default, null)
+      default = source.get(self.alias, self.kind, default, null, least=self.least)
       if source.content.get(self.theirs, default) != default:
         raise source.error(self.alias, f"the same as {self.theirs}, {source.content[self.theirs]!r}")
-    value = source.get(self.theirs, self.kind, default, null)
+    value = source.get(self.theirs, self.kind, default, null, least=self.least)
     return dict.fromkeys((self.ours,) if isinstance(self.ours, str) else self.ours, value)
 
   def write(self, model):
@@ -84,8 +85,7 @@ class OfAllLayers(Rule):
 
   def read(self, source, model):
     kinds = [self.kind] * model["num_layers"]
-    if source.get(self.theirs, list, kinds, kinds) != kinds:
-      raise source.error(self.theirs, f"{self.kind!r} for each of the {len(kinds)} layers")
+    source.need(self.theirs, list, kinds, f"{self.kind!r} for each of the {len(kinds)} layers")
     return {}
 
 
@@ -98,8 +98,7 @@ class Same(Rule):
   why: str
 
   def read(self, source, model):
-    if source.get(self.theirs, object, model[self.ours], model[self.ours]) != model[self.ours]:
-      raise source.error(self.theirs, f"{model[self.ours]!r}; {self.why}")
+    source.need(self.theirs, object, model[self.ours], f"{model[self.ours]!r}; {self.why}")
     return {}
 
   def write(self, model):
@@ -262,11 +261,6 @@ def all_but_every_nth(usual: int, told: bool = False) -> Callable[[Source, int],
   return kinds
 
 
-def window_alone(types: tuple[str, ...], window: int | None) -> dict[str, Any]:
-  """Writes the window, and not which layers have it."""
-  return {"sliding_window": window}
-
-
 @dataclass(frozen=True)
 class LayerTypes(Rule):
   """A window in some layers: `layer_types` with an entry for each, or an older way to say it.
@@ -279,7 +273,7 @@ class LayerTypes(Rule):
 
   read_window: Callable[[Source], int | None]
   older: Callable[[Source, int], tuple[str, ...] | None]
-  write_older: Callable[[tuple[str, ...], int | None], dict[str, Any]] = window_alone
+  write_older: Callable[[tuple[str, ...], int | None], dict[str, Any]] = lambda _, window: {"sliding_window": window}
 
   def read(self, source, model):
     layers = model["num_layers"]

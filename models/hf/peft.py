@@ -9,8 +9,6 @@ B's end to end; else with n times the rank, the A's above one another and the B'
 r rank, L layers.
 """
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -254,9 +252,7 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, layout: AdapterLayou
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)  # without it, a half-written folder cannot be taken for a whole one
     files.save_tensors(tensors, out / TENSORS)
-    temporary = out / f"{CONFIG}.tmp"
-    temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, out / CONFIG)
+    files.write_json(out / CONFIG, config)
   except (OSError, safetensors.SafetensorError) as e:
     raise HFError(f"the adapters could not be written to {out}: {e}. Free space or fix the folder's permissions, then "
                   "run the same command again.") from e
@@ -271,4 +267,3 @@ def _put_together(pairs: list[tuple[np.ndarray, np.ndarray]], module: Module, ra
     width = part.shape[1]
     b[rows, 0 if same else i * width:width if same else (i + 1) * width] = part
   return a, b
-

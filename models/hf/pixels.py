@@ -37,8 +37,7 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   if keys["vision.tower"] == "gemma4":
     return {"vision.max_pixels": gemma4(source, keys)}
   for key in ("do_rescale", "do_normalize"):
-    if not source.get(key, bool, True, True):
-      raise source.error(key, "true: pixels are divided by 255 and normalised")
+    source.need(key, bool, True, "true: pixels are divided by 255 and normalised")
   check_factor(source)
   own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
   found = {key: tuple(source.get(f"image_{key}", list, list(value), list(value))) for key, value in own.items()}
@@ -71,8 +70,7 @@ def gemma4(source: Source, keys: Mapping[str, Any], tokens: int = 280) -> int:
   check_factor(source)
   patch, side = keys["vision.patch_size"], keys["vision.image_size"]
   for key, value in (("patch_size", patch), ("pooling_kernel_size", side // patch)):
-    if source.get(key, int, value, value) != value:
-      raise source.error(key, f"{value}, as config.json says")
+    source.need(key, int, value, f"{value}, as config.json says")
   if (most := source.get("max_soft_tokens", int, tokens, tokens)) not in MOST_TOKENS:
     raise source.error("max_soft_tokens", ", ".join(map(str, MOST_TOKENS)))
   return most * side**2
@@ -115,8 +113,7 @@ def _counts(source: Source, keys: Mapping[str, Any]) -> dict[str, int]:
     raise source.error("min_pixels", f"up to max_pixels, {found['vision.max_pixels']}")
   patch = keys["vision.patch_size"]
   for key, value in (("patch_size", patch), ("merge_size", keys["vision.image_size"] // patch)):
-    if source.get(key, int, value, value) != value:
-      raise source.error(key, f"{value}, as config.json says")
+    source.need(key, int, value, f"{value}, as config.json says")
   return found
 
 

@@ -14,8 +14,7 @@ from models.hf.errors import HFError
 REQUIRED = object()
 # No dimension of a model is as large, and no model as deep.
 LARGEST, DEEPEST = 2**31 - 1, 100_000
-_KINDS = {int: f"a whole number from 1 to {LARGEST}", float: "a number that is finite", bool: "true or false",
-          str: "a string", list: "a list", dict: "an object"}
+_KINDS = {float: "a number that is finite", bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 
 class Source:
@@ -36,11 +35,11 @@ class Source:
     """The object `key` inside this one."""
     return Source(content, f"{self.where}: {key}", self.ignored, f"{self.path}{key}.")
 
-  def get(self, key: str, kind: type, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
+  def get(self, key: str, kind: type, default: Any = REQUIRED, null: Any = REQUIRED, *, least: int = 1) -> Any:
     """The value of `key`, checked to be of `kind`.
 
     Args:
-      kind: int (1 or more), float (an int will do), bool, str, list or dict.
+      kind: int (`least` or more), float (an int will do), bool, str, list or dict.
       default: what an absent key means; an error if not given.
       null: what `null` means; an error if not given.
 
@@ -50,17 +49,24 @@ class Source:
     self._asked.add(key)
     if key not in self.content:
       if default is REQUIRED:
-        raise HFError(f"{self.where} has no {key!r}, which must be {_KINDS[kind]}.{self._near(key)}")
+        near = difflib.get_close_matches(key, self.content, 1)
+        raise HFError(f"{self.where} has no {key!r}, which must be {_kind(kind, least)}."
+                      + (f" It has {near[0]!r}." if near else ""))
       return default
     value: Any = self.content[key]
     if value is None and null is not REQUIRED:
       return null
     if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
       value = float(value)
-    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 1 <= value <= LARGEST)) or (
+    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not least <= value <= LARGEST)) or (
         kind is float and not math.isfinite(value)):
-      raise self.error(key, _KINDS[kind] + ("" if null is REQUIRED else ", or null"))
+      raise self.error(key, _kind(kind, least) + ("" if null is REQUIRED else ", or null"))
     return value
+
+  def need(self, key: str, kind: type, wanted: Any, allowed: str) -> None:
+    """Refuses another value of an entry than that one, which an absent one and `null` mean; `allowed`: see `error`."""
+    if self.get(key, kind, wanted, wanted) != wanted:
+      raise self.error(key, allowed)
 
   def error(self, key: str, allowed: str) -> HFError:
     """The value of `key` is none of the allowed ones."""
@@ -92,9 +98,9 @@ class Source:
     known = self._asked.union(inert)
     return {key: value for key, value in self.content.items() if key not in known}
 
-  def _near(self, key: str) -> str:
-    near = difflib.get_close_matches(key, self.content, 1)
-    return f" It has {near[0]!r}." if near else ""
+
+def _kind(kind: type, least: int) -> str:
+  return f"a whole number from {least} to {LARGEST}" if kind is int else _KINDS[kind]
 
 
 def _listed(entries: Mapping[str, Any]) -> str:

@@ -101,29 +101,24 @@ def _check(source: Source, keys: Mapping[str, Any]) -> None:
   """Refuses what would make other patches of a video than those of images, and what is not computed."""
   kind, side = _kind(keys), keys["vision.image_size"]
   resample = LANCZOS if kind == INTRODUCED else BICUBIC
-  if source.get("resample", int, resample, resample) != resample:
-    raise source.error("resample", f"{resample}")
-  if not source.get("do_resize", bool, True, True):
-    raise source.error("do_resize", "true: frames are resized")
+  source.need("resample", int, resample, f"{resample}")
+  source.need("do_resize", bool, True, "true: frames are resized")
   if kind == CLOCKED:
     return  # the rest is as of images, see `pixels.gemma4`
   for key in ("do_rescale", "do_normalize"):
-    if not source.get(key, bool, True, True):
-      raise source.error(key, "true: frames are divided by 255 and normalised")
+    source.need(key, bool, True, "true: frames are divided by 255 and normalised")
   pixels.check_factor(source)
   patch = keys["vision.patch_size"]
   sizes = {"patch_size": patch, "merge_size": side // patch, "temporal_patch_size": FRAMES}
   for key, value in sizes.items() if kind != INTRODUCED else ():
-    if source.get(key, int, value, value) != value:
-      raise source.error(key, f"{value}, as config.json says")
+    source.need(key, int, value, f"{value}, as config.json says")
   if kind == INTRODUCED and source.content:
     pixels.check_square(source, side)
   for key, found in _normal(source, keys["vision.tower"]).items():
     wanted = _normal_of_images(keys)[key]
     if len(found) != 3 or not pixels.close(found, wanted):
       raise source.error(key, f"{list(wanted)}, as of images: they go through one tower")
-  if source.get("cap_pixels_per_frame", bool, False, False):
-    raise source.error("cap_pixels_per_frame", "false, or null: that is not computed here")
+  source.need("cap_pixels_per_frame", bool, False, "false, or null: that is not computed here")
 
 
 def _normal(source: Source, tower: str) -> dict[str, tuple[float, ...]]:

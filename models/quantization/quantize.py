@@ -156,15 +156,14 @@ def store(path: str, leaf: jax.Array, stored: Mapping[str, Any]) -> dict[str, ja
   Returns:
     {path: array}, of one part or two.
   """
-  if path in stored:
-    wanted = stored[path]
-    return {path: leaf} if leaf.dtype == wanted.dtype else {path: _cast(leaf, wanted.dtype)}
-  kind = next(kind for kind in KINDS if f"{path}_{kind}" in stored)
-  ends = (f"_{kind}", "_scale")
-  shardings = {end: getattr(stored[path + end], "sharding", None) for end in ends}
-  if any(sharding is None for sharding in shardings.values()):
-    shardings = None
-  parts = _quantizer(kind, path, None if shardings is None else tuple(shardings.items()))(leaf)
+  if path not in stored:
+    kind = next(kind for kind in KINDS if f"{path}_{kind}" in stored)
+    shardings = tuple((end, getattr(stored[path + end], "sharding", None)) for end in (f"_{kind}", "_scale"))
+    parts = _quantizer(kind, path, None if None in dict(shardings).values() else shardings)(leaf)
+  elif leaf.dtype == stored[path].dtype:
+    return {path: leaf}
+  else:
+    parts = {"": leaf.astype(stored[path].dtype)}
   jax.block_until_ready(parts)
   leaf.delete()
   return {path + end: part for end, part in parts.items()}
@@ -174,13 +173,6 @@ def store(path: str, leaf: jax.Array, stored: Mapping[str, Any]) -> dict[str, ja
 def _quantizer(kind: str, path: str, shardings: tuple | None) -> Callable:
   fn = functools.partial(quantize, kind=kind, path=path)
   return jax.jit(fn, out_shardings=None if shardings is None else dict(shardings))
-
-
-def _cast(leaf: jax.Array, dtype: Any) -> jax.Array:
-  cast = leaf.astype(dtype)
-  cast.block_until_ready()
-  leaf.delete()
-  return cast
 
 
 def _struct(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:

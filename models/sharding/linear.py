@@ -207,5 +207,3 @@ def _summed(part: jax.Array, axes: tuple[str, ...], length: tuple[str, ...]) -> 
   # The stream is split over other axes than the inputs are: this device's part of the length is cut out.
   size = part.shape[1] // jax.lax.axis_size(length)
   return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(length) * size, size, axis=1)
-
-

@@ -78,7 +78,7 @@ def test_batch_size_changes_neither_rows_nor_their_order(tmp_path):
       (0, 6), (12, 6), (18, 12), (30, 12), (42, 6), (48, 24), (72, 24)]
   np.testing.assert_array_equal(rows_of(staged, 8)[:96], whole[:96])
   for rows in range(130):
-    steps = staged.steps_for_rows(rows)
+    steps = staged.taken.steps_for(rows)
     assert staged.batch_range(steps)[0] >= rows and (steps == 0 or staged.batch_range(steps - 1)[0] < rows)
   c.batch_size, c.input.batch_size_stages = 40, ()
   np.testing.assert_array_equal(rows_of(make(c, tmp_path), 3), whole[:120])
@@ -99,7 +99,7 @@ def test_epochs_hold_the_same_rows_in_other_orders(tmp_path):
   c = config(tmp_path, {"a": 30}, packing="none")
   data = make(c, tmp_path)
   both = 2 * data.rows_per_epoch
-  rows = rows_of(data, data.steps_for_rows(both))[:both].reshape(2, data.rows_per_epoch, -1)
+  rows = rows_of(data, data.taken.steps_for(both))[:both].reshape(2, data.rows_per_epoch, -1)
   assert rows[0].tolist() != rows[1].tolist()
   assert sorted(rows[0].tolist()) == sorted(rows[1].tolist())
 

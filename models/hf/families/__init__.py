@@ -78,7 +78,6 @@ def find(config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> 
   """The family of a config.json, by its model_type.
 
   Args:
-    config: the content of config.json.
     ignored: see `Family.read`. Where vision_config is named, the text model alone is meant, if that is a family, too.
 
   Raises:

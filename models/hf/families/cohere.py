@@ -6,7 +6,6 @@ from models.hf.family import Family
 from models.hf.keys import Key, LayerTypes, Must, Rule, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
 
-# ----------------------------------------------------------------------------------------------
 # Cohere (Command R, Aya 23): attention and MLP in parallel after one LayerNorm, and a factor on logits.
 
 COHERE_KEYS = (
@@ -23,7 +22,6 @@ COHERE_FIXED = {"norm": "layernorm", "parallel_blocks": True, "rope_interleaved"
 COHERE_INERT = frozenset({"layer_switch", "use_embedding_sharing", "use_parallel_embedding"})
 
 COHERE = Family(
-    name="cohere",
     model_types=("cohere",),
     architectures=("CohereForCausalLM",),
     classifier=None,
@@ -34,7 +32,6 @@ COHERE = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Cohere 2 (Command R7B, Command A): Cohere with a window in three of four layers; the fourth has no positions.
 
 class DividedHeads(Rule):
@@ -42,8 +39,7 @@ class DividedHeads(Rule):
 
   def read(self, source, model):
     size = head_size(model)
-    if source.get("head_dim", object, size, size) != size:
-      raise source.error("head_dim", f"{size}, the hidden size divided by the heads")
+    source.need("head_dim", object, size, f"{size}, the hidden size divided by the heads")
     return {"head_dim": size}
 
 
@@ -56,7 +52,6 @@ class WindowOrNoPositions(LayerTypes):
 
 
 COHERE2 = Family(
-    name="cohere2",
     model_types=("cohere2",),
     architectures=("Cohere2ForCausalLM",),
     classifier=None,

@@ -10,7 +10,6 @@ from models.hf.keys import Key, LayerTypes, Must, Rule, Same, sliding_window
 from models.hf.rope import Rope
 from models.hf.source import Source
 
-# ----------------------------------------------------------------------------------------------
 # DeepSeek-V2 and V2-Lite: latent attention, and experts in groups beside shared ones, after dense layers.
 
 @dataclass(frozen=True)
@@ -128,7 +127,6 @@ MIXTURE = (
 INERT = frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim"})
 
 DEEPSEEK_V2 = Family(
-    name="deepseek_v2",
     model_types=("deepseek_v2",),
     architectures=("DeepseekV2ForCausalLM",),
     keys=(
@@ -149,7 +147,6 @@ DEEPSEEK_V2 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # DeepSeek-V3, R1 and Kimi K2: V2's layers, with sigmoid scores and a bias that keeps experts evenly used.
 
 # Entries that say how many modules predict tokens further ahead.
@@ -177,7 +174,6 @@ SCORES = {"moe.scores": "sigmoid", "moe.choice_bias": True}
 TABLE = (*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS)
 
 DEEPSEEK_V3 = Family(
-    name="deepseek_v3",
     model_types=("deepseek_v3", "kimi_k2"),
     architectures=("DeepseekV3ForCausalLM",),
     keys=(
@@ -193,7 +189,6 @@ DEEPSEEK_V3 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # dots.llm1: Qwen 3's attention, and DeepSeek V3's router and experts.
 
 def from_max_window_layers_on(source: Source, layers: int) -> tuple[str, ...]:
@@ -202,13 +197,11 @@ def from_max_window_layers_on(source: Source, layers: int) -> tuple[str, ...]:
 
 
 DOTS1 = Family(
-    name="dots1",
     model_types=("dots1",),
     architectures=("Dots1ForCausalLM",),
     keys=(
         *common.SIZES, common.HEAD_SIZE, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(),
-        common.ATTENTION_BIAS,
-        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
+        common.ATTENTION_BIAS, common.kv_heads(32),
         LayerTypes(sliding_window(4096), from_max_window_layers_on),
         Key("moe_intermediate_size", "moe.expert_size", default=1408),
         Key("n_routed_experts", "moe.num_experts", alias="num_local_experts"),

@@ -1,5 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek V3's layers, with indexers that choose the keys of latent attention."""
 
+import functools
+
 from models.hf.families import common, mtp
 from models.hf.families.deepseek import AHEAD, CHOICE_BIAS, INERT, LATENT, MIXTURE, SCORES, experts, latent_sizes
 from models.hf.families.glm import MlpTypes
@@ -52,8 +54,10 @@ INDEXER = tuple(
                          ("weights_proj.weight", "weights/kernel")))
 TABLE = (*common.ENDS, *common.NORMS, *LATENT, *INDEXER, *MIXTURE, CHOICE_BIAS)
 
-DEEPSEEK_V32 = Family(
-    name="deepseek_v32",
+with_indexers = functools.partial(
+    Family, table=TABLE, inert=INERT, ahead=mtp.as_layers(TABLE, *AHEAD), classifier=None)
+
+DEEPSEEK_V32 = with_indexers(
     model_types=("deepseek_v32",),
     architectures=("DeepseekV32ForCausalLM",),
     keys=(
@@ -61,15 +65,10 @@ DEEPSEEK_V32 = Family(
         *experts(size=2048, number=256, per_token=8, scale=2.5, groups=8, groups_used=4),
         *keys(heads=64, interleaved=False),
     ),
-    table=TABLE,
     fixed={**SCORES, "rope_interleaved": True, "latent.index_rope_interleaved": False},
-    inert=INERT,
-    ahead=mtp.as_layers(TABLE, *AHEAD),
-    classifier=None,
 )
 
-GLM_MOE_DSA = Family(
-    name="glm_moe_dsa",
+GLM_MOE_DSA = with_indexers(
     model_types=("glm_moe_dsa",),
     architectures=("GlmMoeDsaForCausalLM",),
     keys=(
@@ -77,9 +76,5 @@ GLM_MOE_DSA = Family(
         *experts(size=2048, number=256, per_token=8, scale=2.5),
         *keys(heads=32, interleaved=True), Indexers(),
     ),
-    table=TABLE,
     fixed={**SCORES, "rope_interleaved": True, "latent.index_rope_interleaved": True},
-    inert=INERT,
-    ahead=mtp.as_layers(TABLE, *AHEAD),
-    classifier=None,
 )

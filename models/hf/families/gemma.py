@@ -5,7 +5,6 @@ from models.hf.family import Family, Tensor
 from models.hf.keys import GATED, Activation, Key, LayerTypes, QueryScale, WholeHeads, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
 
-# ----------------------------------------------------------------------------------------------
 # Gemma 1: scaled embeddings, norms stored as an offset from one, a tanh-GELU gate, tied embeddings.
 
 GEMMA_FIXED = {"norm_scale_plus_one": True, "scale_embeddings": True}
@@ -13,7 +12,6 @@ GEMMA_FIXED = {"norm_scale_plus_one": True, "scale_embeddings": True}
 ACTIVATIONS = {"swiglu": GATED["swiglu"], "geglu": (*GATED["geglu"], "gelu")}
 
 GEMMA = Family(
-    name="gemma",
     model_types=("gemma",),
     architectures=("GemmaForCausalLM",),
     keys=(
@@ -27,7 +25,6 @@ GEMMA = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Gemma 2: Gemma with norms before and after each branch, capped logits, and a window in every other layer.
 
 SANDWICH = (
@@ -40,7 +37,6 @@ SANDWICH = (
 TANH_GELU = Activation("hidden_activation", "gelu_pytorch_tanh", GATED, same=("hidden_act",))
 
 GEMMA2 = Family(
-    name="gemma2",
     model_types=("gemma2",),
     architectures=("Gemma2ForCausalLM",),
     keys=(
@@ -57,7 +53,6 @@ GEMMA2 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Gemma 3, text only: Gemma 2 with RMSNorms on queries and keys, five layers with a window for each without, and two
 # bases of rotary positions.
 

@@ -107,7 +107,7 @@ GEMMA3N = SharesKeys(
         Key("final_logit_softcapping", "final_logit_cap", float, default=30.0),
         Rope(theta=1e6, local_theta=1e4),
         LayerTypes(sliding_window(512), all_but_every_nth(5)),
-        SharedLayers("num_kv_shared_layers", "kv_shared_layers", 15),
+        SharedLayers("num_kv_shared_layers", "kv_shared_layers", default=15, null=0, least=0),
         OwnEmbeddings(), Sparsity(), Streams(), Key("laurel_rank", "laurel_rank", default=64),
         Must("altup_active_idx", 0, "layers compute on the first stream"),
         Must("altup_correct_scale", True, "the first stream is scaled where the layer's own embedding is gated by it"),

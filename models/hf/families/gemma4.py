@@ -14,7 +14,7 @@ from models.hf.families.gemma import SANDWICH, TANH_GELU
 from models.hf.family import Tensor
 from models.hf.images import TextPart
 from models.hf.keys import Key, LayerTypes, Rule, sliding_window
-from models.hf.source import LARGEST, Source
+from models.hf.source import Source
 
 # What a rope_parameters of this family says where it says nothing.
 ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -38,8 +38,7 @@ class Ropes(Rule):
       raise local.error("rope_type", "default")
     if kind == "default" and fraction != 1.0:
       raise full.error("partial_rotary_factor", "1.0 with rope_type default, by which whole heads turn")
-    if full.get("factor", float, 1.0, 1.0) != 1.0:
-      raise full.error("factor", "1.0")
+    full.need("factor", float, 1.0, "1.0")
     for part in (full, local):
       part.check_all_read((), "this family")
     return keys | {"global_attention.rope_fraction": fraction}
@@ -107,23 +106,7 @@ class ExpertsBeside(Rule):
     return {"enable_moe_block": True, **{theirs: model[ours] for theirs, ours in self.sizes.items()}}
 
 
-class WholeNumber(Rule):
-  """An entry that may be 0."""
-
-  def __init__(self, theirs: str, ours: str, default: int):
-    self.theirs, self.ours, self.default = theirs, ours, default
-
-  def read(self, source, model):
-    found = source.get(self.theirs, object, self.default, 0)
-    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= LARGEST:
-      raise source.error(self.theirs, f"a whole number from 0 to {LARGEST}")
-    return {self.ours: found}
-
-  def write(self, model):
-    return {self.theirs: model[self.ours]}
-
-
-class SharedLayers(WholeNumber):
+class SharedLayers(Key):
   """num_kv_shared_layers, of which each type must be among the layers before."""
 
   def read(self, source, model):
@@ -135,7 +118,7 @@ class SharedLayers(WholeNumber):
     return found
 
 
-class PerLayerEmbeddings(WholeNumber):
+class PerLayerEmbeddings(Key):
   """hidden_size_per_layer_input, with a table of as many entries as there are tokens."""
 
   def read(self, source, model):
@@ -178,9 +161,7 @@ EXPERTS = (
     Tensor("layers.{layer}.router.proj.weight", "blocks/moe/router/kernel", transpose=True),
     Tensor("layers.{layer}.router.scale", "blocks/moe/router/scale"),
     Tensor("layers.{layer}.router.per_expert_scale", "blocks/moe/router/expert_scale"),
-    Tensor("layers.{layer}.experts.gate_up_proj", ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"),
-           transpose=True, axis=1),
-    Tensor("layers.{layer}.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True),
+    *common.fused("layers.{layer}.experts"),
 )
 WIDE_MLP = tuple(replace(tensor, ours=str(tensor.ours).replace("/mlp/", "/wide_mlp/")) for tensor in common.MLP)
 PER_LAYER = (
@@ -217,9 +198,9 @@ GEMMA4 = SharesKeys(
         LastIsGlobal(sliding_window(512), every_sixth),
         GlobalLayers(), Ropes(),
         ExpertsBeside(),
-        SharedLayers("num_kv_shared_layers", "kv_shared_layers", 0),
+        SharedLayers("num_kv_shared_layers", "kv_shared_layers", default=0, null=0, least=0),
         Key("use_double_wide_mlp", "double_wide_mlp", bool, default=False),
-        PerLayerEmbeddings("hidden_size_per_layer_input", "per_layer_size", 256),
+        PerLayerEmbeddings("hidden_size_per_layer_input", "per_layer_size", default=256, null=0, least=0),
     ),
     table=(*common.ENDS, *SANDWICH, *ATTENTION, *common.MLP, *WIDE_MLP, *EXPERTS, *PER_LAYER,
            Tensor("layers.{layer}.layer_scalar", "blocks/layer_scale")),

@@ -16,14 +16,12 @@ from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Same
 from models.hf.rope import Rope
 
-# ----------------------------------------------------------------------------------------------
 # GLM 4 9B: Phi 3's fused gate, biases on queries, keys and values, and half of each head rotated, in neighbours.
 
 GLM_KEYS = (
-    *common.SIZES, common.WIDTH, common.SILU, common.UNTIED, Rope(fraction=0.5),
-    Key("head_dim", "head_dim", default=128, null=common.head_size),
+    *common.SIZES, common.WIDTH, common.SILU, common.UNTIED, Rope(fraction=0.5), common.head_dim(128),
     Key("rms_norm_eps", "norm_eps", float, default=1.5625e-7),
-    Key("num_key_value_heads", "num_kv_heads", default=2, null=common.as_many_as_heads),
+    common.kv_heads(2),
     Key("attention_bias", "qkv_bias", bool, default=True),
 )
 GLM_TABLE = (
@@ -34,7 +32,6 @@ GLM_TABLE = (
 )
 
 GLM = Family(
-    name="glm",
     model_types=("glm",),
     architectures=("GlmForCausalLM",),
     keys=GLM_KEYS,
@@ -43,11 +40,8 @@ GLM = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # GLM 4 0414 (9B, 32B) and GLM Z1: GLM with norms before and after attention and MLP.
-
 GLM4 = Family(
-    name="glm4",
     model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
     keys=GLM_KEYS,
@@ -62,18 +56,16 @@ GLM4 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # GLM 4.5, 4.6 and 4.7: a Llama's attention of half-rotated heads, and DeepSeek V3's router and experts.
 
 MOE_TABLE = (*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *MIXTURE, CHOICE_BIAS)
 
 GLM4_MOE = Family(
-    name="glm4_moe",
     model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
     keys=(
         *common.SIZES, common.HEAD_SIZE, common.WIDTH, common.SILU, common.UNTIED, Rope(fraction=0.5), common.RMS_EPS_5,
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        common.kv_heads(8),
         Key("attention_bias", "qkv_bias", bool, default=False),
         Key("use_qk_norm", "qk_norm", bool, default=False),
         *experts(size=1408, number=128, per_token=8, scale=1.0),
@@ -86,7 +78,6 @@ GLM4_MOE = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # GLM 4.7 Flash: DeepSeek V3's layers, latent attention among them, under GLM's names.
 
 class MlpTypes(DenseLayers):
@@ -123,7 +114,6 @@ ROTATED = Same("head_dim", "latent.rope_dim", "it is qk_rope_head_dim once more"
 LITE_TABLE = (*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS)
 
 GLM4_MOE_LITE = Family(
-    name="glm4_moe_lite",
     model_types=("glm4_moe_lite",),
     architectures=("Glm4MoeLiteForCausalLM",),
     keys=(

@@ -11,7 +11,6 @@ def four_times(model: dict) -> int:
 
 
 GPT2 = Family(
-    name="gpt2",
     model_types=("gpt2",),
     architectures=("GPT2LMHeadModel",),
     keys=(

@@ -7,13 +7,11 @@ from models.hf.rope import Rope
 
 EXPERTS = "blocks/moe/experts"
 GPT_OSS = Family(
-    name="gpt_oss",
     model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
     keys=(
         *common.SIZES, common.UNTIED, Rope(theta=150000.0, scalings=("yarn",), told=True), common.RMS_EPS_5,
-        Key("head_dim", "head_dim", default=64, null=common.head_size),
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        common.head_dim(64), common.kv_heads(8),
         LayerTypes(sliding_window(128), all_but_every_nth(2)),
         Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=True),
         Key("intermediate_size", ("intermediate_size", "moe.expert_size"), default=2880),

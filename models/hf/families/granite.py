@@ -8,7 +8,6 @@ from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Must, Rule, kinds_of, named_kinds
 from models.hf.rope import Rope
 
-# ----------------------------------------------------------------------------------------------
 # Granite 3, dense and with experts: a Llama with factors on embeddings, attention's scores, residual branches and
 # logits.
 
@@ -45,15 +44,13 @@ EXPERTS = tuple(
         Tensor(f"layers.{{layer}}.block_sparse_moe.{router}", "blocks/moe/router/kernel", transpose=True)))
 
 GRANITE = Family(
-    name="granite",
     model_types=("granite",),
     architectures=("GraniteForCausalLM",),
     classifier=None,
-    keys=(*KEYS, common.WIDTH, Rope(), Key("mlp_bias", "mlp_bias", bool, default=False)),
+    keys=(*KEYS, common.WIDTH, Rope(), common.MLP_BIAS),
     table=common.LLAMA,
 )
 GRANITEMOE = Family(
-    name="granitemoe",
     model_types=("granitemoe",),
     architectures=("GraniteMoeForCausalLM",),
     classifier=None,
@@ -68,7 +65,6 @@ GRANITEMOE = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Granite 4: Granite 3's factors on layers of Mamba 2, with a few of attention among them; dense, or with experts.
 
 class MambaLayers(Rule):
@@ -151,15 +147,11 @@ class Experts(Rule):
   """num_local_experts, 0 of which make a dense model: its MLP is what is the shared expert of others."""
 
   def read(self, source, model):
-    experts = source.get("num_local_experts", object, 8)
+    experts = source.get("num_local_experts", int, 8, least=0)
     of_experts, shared = source.get("intermediate_size", int, 11008), source.get("shared_intermediate_size", int, 1024)
-    used = source.get("num_experts_per_tok", object, 2, 2)
-    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 0:
-      raise source.error("num_local_experts", "0 or more")
+    used = source.get("num_experts_per_tok", int if experts else object, 2, 2)
     if not experts:
       return {"intermediate_size": shared}
-    if isinstance(used, bool) or not isinstance(used, int) or used < 1:
-      raise source.error("num_experts_per_tok", "1 or more")
     return {"intermediate_size": of_experts, "moe.num_experts": experts, "moe.experts_per_token": used,
             "moe.expert_size": of_experts, "moe.shared_size": shared, "moe.softmax": "after_topk"}
 

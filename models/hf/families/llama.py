@@ -10,11 +10,8 @@ from models.hf.keys import UNGATED, Activation, Key, Must, Rule, WholeHeads, Win
 from models.hf.rope import Rope
 from models.hf.source import Source
 
-# ----------------------------------------------------------------------------------------------
 # Llama 2, 3 and 3.1, and all that say they are a "llama" (Yi, SmolLM 2, DeepSeek 1, …).
-
 LLAMA = Family(
-    name="llama",
     model_types=("llama",),
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
     keys=(
@@ -25,11 +22,8 @@ LLAMA = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Arcee (AFM): a Llama whose MLP has no gate, but a squared ReLU.
-
 ARCEE = Family(
-    name="arcee",
     model_types=("arcee",),
     architectures=("ArceeForCausalLM",),
     keys=(
@@ -41,17 +35,13 @@ ARCEE = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Seed-OSS: a Llama that says for itself whether the attention's output has a bias.
-
 SEED_OSS = Family(
-    name="seed_oss",
     model_types=("seed_oss",),
     architectures=("SeedOssForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), common.MLP_BIAS,
-        Key("head_dim", "head_dim", default=128, null=common.head_size),
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        common.head_dim(128), common.kv_heads(8),
         Key("attention_bias", "qkv_bias", bool, default=True),
         Key("attention_out_bias", "attention_out_bias", bool, default=False),
     ),
@@ -59,17 +49,13 @@ SEED_OSS = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # ERNIE 4.5, dense: a Llama with rotated neighbours, and biases in all projections or in none.
-
 ERNIE4_5 = Family(
-    name="ernie4_5",
     model_types=("ernie4_5",),
     architectures=("Ernie4_5ForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.SILU, common.TIED, Rope(theta=5e5), common.RMS_EPS_5,
-        Key("head_dim", "head_dim", default=128, null=common.head_size),
-        Key("num_key_value_heads", "num_kv_heads", default=2, null=common.as_many_as_heads),
+        common.head_dim(128), common.kv_heads(2),
         Key("use_bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), bool, default=False, null=False),
     ),
     table=common.LLAMA,
@@ -78,7 +64,6 @@ ERNIE4_5 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # SmolLM 3: a Llama in which some layers, every fourth where nothing is said, have no rotary positions.
 
 class NoRopeLayers(Rule):
@@ -101,13 +86,11 @@ class NoRopeLayers(Rule):
 
 
 SMOLLM3 = Family(
-    name="smollm3",
     model_types=("smollm3",),
     architectures=("SmolLM3ForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.RMS_EPS, common.SILU, common.TIED, Rope(theta=2e6),
-        Key("num_key_value_heads", "num_kv_heads", default=4, null=common.as_many_as_heads),
-        common.ATTENTION_BIAS, common.MLP_BIAS,
+        common.kv_heads(4), common.ATTENTION_BIAS, common.MLP_BIAS,
         Must("use_sliding_window", False, "layers without rotary positions have no window here"),
         NoRopeLayers(),
     ),
@@ -116,11 +99,8 @@ SMOLLM3 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Nemotron 3, 4 and Minitron: LayerNorm stored as an offset from one, a squared ReLU, half of each head rotated.
-
 NEMOTRON = Family(
-    name="nemotron",
     model_types=("nemotron",),
     architectures=("NemotronForCausalLM",),
     keys=(
@@ -134,11 +114,8 @@ NEMOTRON = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # StableLM 2 and 3B: a Llama with LayerNorm, of which a part of each head is rotated.
-
 STABLELM = Family(
-    name="stablelm",
     model_types=("stablelm",),
     architectures=("StableLmForCausalLM",),
     keys=(
@@ -158,11 +135,8 @@ STABLELM = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # StarCoder 2: LayerNorm and biases as in GPT-2, rotary positions and grouped queries as in Llama.
-
 STARCODER2 = Family(
-    name="starcoder2",
     model_types=("starcoder2",),
     architectures=("Starcoder2ForCausalLM",),
     keys=(
@@ -170,7 +144,7 @@ STARCODER2 = Family(
         Activation("hidden_act", "gelu_pytorch_tanh", UNGATED),
         Must("norm_type", "layer_norm", "the norm is a LayerNorm"),
         Key("norm_epsilon", "norm_eps", float, default=1e-5),
-        Key("num_key_value_heads", "num_kv_heads", default=2, null=common.as_many_as_heads),
+        common.kv_heads(2),
         Key("use_bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), bool, default=True),
     ),
     table=(
@@ -183,11 +157,8 @@ STARCODER2 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Phi 3 to 3.5 and Phi 4 mini: a Llama with fused projections, which may rotate a part of each head, by longrope.
-
 PHI3 = Family(
-    name="phi3",
     model_types=("phi3",),
     architectures=("Phi3ForCausalLM",),
     keys=(
@@ -208,7 +179,6 @@ PHI3 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Helium 1: a Llama with rotated neighbours.
 
 class SquareOutput(Rule):
@@ -228,29 +198,24 @@ class SquareOutput(Rule):
 
 
 HELIUM = Family(
-    name="helium",
     model_types=("helium",),
     architectures=("HeliumForCausalLM",),
     keys=(
-        *common.SIZES, common.WIDTH, common.SILU, common.UNTIED, Rope(theta=1e5),
-        Key("head_dim", "head_dim", default=128, null=common.head_size), SquareOutput(),
-        Key("rms_norm_eps", "norm_eps", float, default=1e-8),
-        Key("num_key_value_heads", "num_kv_heads", default=20, null=common.as_many_as_heads),
-        Key("attention_bias", "qkv_bias", bool, default=False), Key("mlp_bias", "mlp_bias", bool, default=False),
+        *common.SIZES, common.WIDTH, common.SILU, common.UNTIED, Rope(theta=1e5), common.head_dim(128), SquareOutput(),
+        Key("rms_norm_eps", "norm_eps", float, default=1e-8), common.kv_heads(20),
+        Key("attention_bias", "qkv_bias", bool, default=False), common.MLP_BIAS,
     ),
     table=common.LLAMA,
     fixed={"rope_interleaved": True},
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Apertus: norms of queries and keys as in Qwen 3, and an MLP without a gate whose activation, xIELU, is learned.
 
 XIELU = tuple(Tensor(f"layers.{{layer}}.mlp.act_fn.{name}", f"blocks/mlp/xielu/{name}")
               for name in ("alpha_p", "alpha_n", "beta", "eps"))
 
 APERTUS = Family(
-    name="apertus",
     model_types=("apertus",),
     architectures=("ApertusForCausalLM",),
     keys=(
@@ -270,7 +235,6 @@ APERTUS = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Hunyuan 0.5B to 7B, dense: a Llama that normalises queries and keys after their rotation.
 
 @dataclass(frozen=True)
@@ -293,7 +257,6 @@ class AlphaRope(Rope):
     return keys | {"rope_theta": keys["rope_theta"] * alpha ** (size / (size - 2))}
 
 HUNYUAN_V1_DENSE = Family(
-    name="hunyuan_v1_dense",
     model_types=("hunyuan_v1_dense",),
     architectures=("HunYuanDenseV1ForCausalLM",),
     keys=(

@@ -82,9 +82,7 @@ FEED_FORWARD = (
     *(Tensor(f"{IN_LAYER}.{place}{p}_proj.weight", f"blocks/{ours}/{p}/kernel", transpose=True)
       for place, ours in (("", "mlp"), ("shared_expert.", "moe/shared")) for p in ("gate", "up", "down")),
     Tensor(f"{IN_LAYER}.router.weight", "blocks/moe/router/kernel", transpose=True),
-    Tensor(f"{IN_LAYER}.experts.gate_up_proj", ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"),
-           axis=2),
-    Tensor(f"{IN_LAYER}.experts.down_proj", "blocks/moe/experts/down/kernel"),
+    *common.fused(f"{IN_LAYER}.experts", transpose=False),
 )
 
 class Llama4(TextPart):
@@ -103,9 +101,7 @@ LLAMA4 = Llama4(
     classifier=None,
     keys=(
         *common.SIZES, common.UNTIED, common.ATTENTION_BIAS, common.SILU, common.RMS_EPS_5,
-        Key("head_dim", "head_dim", default=128, null=common.head_size),
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
-        Rope(theta=500000.0, scalings=("linear", "llama3", "yarn")),
+        common.head_dim(128), common.kv_heads(8), Rope(theta=500000.0, scalings=("linear", "llama3", "yarn")),
         Key("use_qk_norm", "qk_norm", bool, default=True),
         Key("intermediate_size", ("moe.expert_size", "moe.shared_size"), default=8192),
         Key("intermediate_size_mlp", "intermediate_size", default=16384),

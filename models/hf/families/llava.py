@@ -46,7 +46,6 @@ class Tokens(Rule):
 
 PROJECTOR = (*common.pair("linear_1", "projector/up"), *common.pair("linear_2", "projector/down"))
 LLAVA = Wrapper(
-    name="llava",
     model_types=("llava",),
     architectures=("LlavaForConditionalGeneration",),
     texts=(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, STARCODER2, STABLELM,

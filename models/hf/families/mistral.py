@@ -11,7 +11,6 @@ from models.hf.images import TextPart
 from models.hf.keys import Key, Must, OfAllLayers, Window
 from models.hf.rope import Rope
 
-# ----------------------------------------------------------------------------------------------
 # Mistral: a Llama without biases, with a sliding window in all layers (7B 0.1) or in none.
 #
 # Folders of Mistral Small 3.1 and of what came of it (mistral3) hold a tower for images beside it, which is passed
@@ -27,20 +26,17 @@ INERT = frozenset({"image_token_index", "image_token_id", "multimodal_projector_
                    "vision_feature_layer", "projector_hidden_act"})
 
 MISTRAL = TextPart(
-    name="mistral",
     model_types=("mistral",),
     architectures=("MistralForCausalLM", WHOLE),
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.RMS_EPS, common.SILU, common.UNTIED,
-        Rope(), Window(default=4096),
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        Rope(), Window(default=4096), common.kv_heads(8),
     ),
     table=(*common.LLAMA, HEAD),
     prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Ministral 3: a Mistral whose queries grow with their position, as those of some of Llama 4's layers.
 #
 # Published folders (mistral3) hold a tower for images beside it, which is passed over.
@@ -72,31 +68,24 @@ class GrowingRope(Rope):
 
 
 MINISTRAL3 = TextPart(
-    name="ministral3",
     model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM", WHOLE),
     keys=(
         *common.SIZES, common.WIDTH, common.SILU, common.UNTIED, Window(default=None), common.RMS_EPS_5,
-        GrowingRope(theta=1e6, told=True),
-        Key("head_dim", "head_dim", default=128, null=common.head_size),
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        GrowingRope(theta=1e6, told=True), common.head_dim(128), common.kv_heads(8),
     ),
     table=(*common.LLAMA, HEAD),
     prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # Mixtral: a Mistral whose MLPs are mixtures of experts.
-
 MIXTRAL = Family(
-    name="mixtral",
     model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
     keys=(
         *common.SIZES, common.HEAD_SIZE, common.SILU, common.UNTIED, Rope(theta=1e6), Window(default=None),
-        common.RMS_EPS_5,
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        common.RMS_EPS_5, common.kv_heads(8),
         Key("intermediate_size", ("intermediate_size", "moe.expert_size")),
         Key("num_local_experts", "moe.num_experts", default=8),
         Key("num_experts_per_tok", "moe.experts_per_token", default=2),
@@ -112,7 +101,6 @@ MIXTRAL = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # MiniMax M2: Mixtral's experts chosen as DeepSeek V3's are, norms over all heads of queries and of keys, and half of
 # each head rotated.
 
@@ -129,7 +117,6 @@ class RotaryDim(Rope):
 
 
 MINIMAX_M2 = Family(
-    name="minimax_m2",
     model_types=("minimax_m2",),
     architectures=("MiniMaxM2ForCausalLM",),
     keys=(

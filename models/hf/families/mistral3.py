@@ -20,7 +20,6 @@ class Merged(Rule):
 
 
 MISTRAL3 = Wrapper(
-    name="mistral3",
     model_types=("mistral3",),
     architectures=("Mistral3ForConditionalGeneration",),
     texts=(alone(MISTRAL), alone(MINISTRAL3)),

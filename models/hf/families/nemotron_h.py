@@ -104,7 +104,6 @@ TABLE = (
     Tensor("layers.{layer}.mixer.gate.e_score_correction_bias", "blocks/moe/router/choice_bias"),
 )
 NEMOTRON_H = Family(
-    name="nemotron_h",
     model_types=("nemotron_h",),
     architectures=("NemotronHForCausalLM",),
     classifier=None,
@@ -113,7 +112,7 @@ NEMOTRON_H = Family(
         Key("hidden_size", "hidden_size", default=4096),
         Pattern(),
         Key("num_attention_heads", "num_heads", default=32),
-        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        common.kv_heads(8),
         Key("head_dim", "head_dim", default=128, alias="attention_head_dim"),
         Key("intermediate_size", "intermediate_size", default=21504),
         Key("layer_norm_epsilon", "norm_eps", float, default=1e-5),

@@ -6,7 +6,6 @@ from models.hf.keys import Key, LayerTypes, all_but_every_nth, sliding_window
 from models.hf.rope import Rope
 from models.hf.source import Source
 
-# ----------------------------------------------------------------------------------------------
 # OLMo 2: a Llama whose norms come after attention and MLP, and over all heads of queries and of keys together.
 
 OLMO2_KEYS = (
@@ -21,7 +20,6 @@ OLMO2_TABLE = (
 OLMO2_FIXED = {"norm_position": "post", "qk_norm": True, "qk_norm_over": "all"}
 
 OLMO2 = Family(
-    name="olmo2",
     model_types=("olmo2",),
     architectures=("Olmo2ForCausalLM",),
     keys=(*OLMO2_KEYS, Rope()),
@@ -30,11 +28,8 @@ OLMO2 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # OLMo 3: OLMo 2 with a window in three of four layers, whose rotary positions are not scaled.
-
 OLMO3 = Family(
-    name="olmo3",
     model_types=("olmo3",),
     architectures=("Olmo3ForCausalLM",),
     keys=(*OLMO2_KEYS, Rope(theta=5e5, local_theta=5e5, local_entry="rope_theta"),
@@ -44,7 +39,6 @@ OLMO3 = Family(
 )
 
 
-# ----------------------------------------------------------------------------------------------
 # EXAONE 4: norms after attention and MLP as in OLMo 2, but of each head; in the larger one a window in three of four
 # layers, and no rotary positions in the fourth.
 
@@ -69,7 +63,6 @@ def exaone4_kinds(source: Source, layers: int) -> tuple[str, ...] | None:
 
 
 EXAONE4 = Family(
-    name="exaone4",
     model_types=("exaone4",),
     architectures=("Exaone4ForCausalLM",),
     keys=(

@@ -7,7 +7,6 @@ from models.hf.images import Wrapper
 from models.hf.keys import Key, Same
 
 PALIGEMMA = Wrapper(
-    name="paligemma",
     model_types=("paligemma",),
     architectures=("PaliGemmaForConditionalGeneration",),
     texts=(GEMMA, GEMMA2),

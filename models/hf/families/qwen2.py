@@ -2,7 +2,7 @@
 
 from models.hf.families import common
 from models.hf.family import Family
-from models.hf.keys import Key, LayerTypes
+from models.hf.keys import LayerTypes
 from models.hf.rope import Rope
 from models.hf.source import Source
 
@@ -17,9 +17,7 @@ def switched_window(source: Source) -> int | None:
 
 def from_max_window_layers_on(source: Source, layers: int) -> tuple[str, ...]:
   """max_window_layers: how many layers at the bottom see everything."""
-  first = source.get("max_window_layers", object, 28)
-  if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-    raise source.error("max_window_layers", "a whole number, 0 or more")
+  first = source.get("max_window_layers", int, 28, least=0)
   windowed = bool(source.content.get("use_sliding_window")) and source.content.get("sliding_window", 4096) is not None
   return tuple("local" if windowed and i >= first else "global" for i in range(layers))
 
@@ -33,12 +31,11 @@ def write_max_window_layers(types: tuple[str, ...], window: int | None) -> dict:
 LAYERS = LayerTypes(switched_window, from_max_window_layers_on, write_max_window_layers)
 
 QWEN2 = Family(
-    name="qwen2",
     model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), LAYERS,
-        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
+        common.kv_heads(32),
     ),
     table=common.LLAMA,
     fixed={"qkv_bias": True},

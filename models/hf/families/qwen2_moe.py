@@ -22,7 +22,6 @@ SHARED_EXPERT = (
 )
 
 QWEN2_MOE = Family(
-    name="qwen2_moe",
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
     keys=(
@@ -32,7 +31,7 @@ QWEN2_MOE = Family(
         Key("num_experts", "moe.num_experts", default=60, alias="num_local_experts"),
         Key("num_experts_per_tok", "moe.experts_per_token", default=4),
         Key("shared_expert_intermediate_size", "moe.shared_size", default=5632),
-        Key("num_key_value_heads", "num_kv_heads", default=16, null=common.as_many_as_heads),
+        common.kv_heads(16),
         Key("qkv_bias", "qkv_bias", bool, default=True),
     ),
     table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *EXPERTS, *SHARED_EXPERT),

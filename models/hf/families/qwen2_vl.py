@@ -56,8 +56,7 @@ def text_family(name: str) -> Family:
   return replace(
       QWEN2, name=f"{name}_text", model_types=(f"{name}_text",), architectures=(f"{name} has no model of text alone",),
       keys=(*common.SIZES, common.WIDTH, common.HEAD_SIZE, common.SILU, common.UNTIED, SectionedRope(), LAYERS,
-            Key("rms_norm_eps", "norm_eps", float, default=1e-5),
-            Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads)),
+            common.RMS_EPS_5, common.kv_heads(8)),
       classifier=None)
 
 
@@ -171,9 +170,8 @@ def wrapper(name: str, architecture: str, tower: Tower) -> Wrapper:
   """The family of that name."""
   fixed: dict[str, Any] = {"vision.projector": "merge", "vision.attention": "causal"}
   return Wrapper(
-      name=name, model_types=(name,), architectures=(architecture,), texts=(text_family(name),), towers=(tower,),
-      keys=(Key("image_token_id", "vision.image_token", default=151655), Videos()), table=MERGER, fixed=fixed,
-      tied=None,
+      model_types=(name,), architectures=(architecture,), texts=(text_family(name),), towers=(tower,), table=MERGER,
+      keys=(Key("image_token_id", "vision.image_token", default=151655), Videos()), fixed=fixed, tied=None,
       # Tokens around images, which a chat template writes.
       inert=frozenset({"vision_start_token_id", "vision_end_token_id", "vision_token_id"}), beside=BESIDE, names=NAMES)
 

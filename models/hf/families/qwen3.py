@@ -7,13 +7,11 @@ from models.hf.keys import Key
 from models.hf.rope import Rope
 
 QWEN3 = Family(
-    name="qwen3",
     model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), LAYERS, common.ATTENTION_BIAS,
-        Key("head_dim", "head_dim", default=128),
-        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
+        Key("head_dim", "head_dim", default=128), common.kv_heads(32),
     ),
     table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *common.MLP),
     fixed={"qk_norm": True},

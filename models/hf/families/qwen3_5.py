@@ -37,7 +37,7 @@ QWEN3_5 = TextPart(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     body="Qwen3_5TextModel",
     classifier="Qwen3_5TextForSequenceClassification",
-    keys=(*KEYS, common.WIDTH, Key("num_key_value_heads", "num_kv_heads", default=4, null=common.as_many_as_heads)),
+    keys=(*KEYS, common.WIDTH, common.kv_heads(4)),
     table=DENSE, fixed=FIXED, prefixes=PREFIXES, ignored=IGNORED, ahead=mtp.apart(DENSE, COUNT),
 )
 QWEN3_5_MOE = TextPart(
@@ -47,8 +47,7 @@ QWEN3_5_MOE = TextPart(
     body="Qwen3_5MoeTextModel",
     classifier=None,
     keys=(
-        *KEYS,
-        Key("num_key_value_heads", "num_kv_heads", default=2, null=common.as_many_as_heads),
+        *KEYS, common.kv_heads(2),
         Key("moe_intermediate_size", ("intermediate_size", "moe.expert_size"), default=512),
         Key("num_experts", "moe.num_experts", default=256, alias="num_local_experts"),
         Key("num_experts_per_tok", "moe.experts_per_token", default=8),

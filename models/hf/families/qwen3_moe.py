@@ -33,11 +33,7 @@ EXPERT_SIZES = (
 )
 ROUTER = Tensor("layers.{layer}.mlp.gate.weight", "blocks/moe/router/kernel", transpose=True)
 # As transformers 5 has them in memory.
-FUSED = (
-    Tensor("layers.{layer}.mlp.experts.gate_up_proj",
-           ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
-    Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True),
-)
+FUSED = common.fused("layers.{layer}.mlp.experts")
 EXPERTS = (
     ROUTER,
     *(Tensor(f"layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj.weight", f"blocks/moe/experts/{p}/kernel",
@@ -46,7 +42,6 @@ EXPERTS = (
 )
 
 QWEN3_MOE = Family(
-    name="qwen3_moe",
     model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
     keys=(
@@ -55,7 +50,7 @@ QWEN3_MOE = Family(
         *SPARSE, *EXPERT_SIZES,
         Key("num_experts", "moe.num_experts", default=128, alias="num_local_experts"),
         Key("num_experts_per_tok", "moe.experts_per_token", default=8),
-        Key("num_key_value_heads", "num_kv_heads", default=4, null=common.as_many_as_heads),
+        common.kv_heads(4),
     ),
     table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *EXPERTS),
     fixed={"qk_norm": True},

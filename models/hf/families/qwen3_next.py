@@ -53,13 +53,11 @@ TABLE = (
 COUNT = "num_nextn_predict_layers"
 
 QWEN3_NEXT = Family(
-    name="qwen3_next",
     model_types=("qwen3_next",),
     architectures=("Qwen3NextForCausalLM",),
     keys=(
         *common.SIZES, common.RMS_EPS, common.SILU, common.UNTIED, Rope(fraction=0.25), *DELTA_SIZES, *SPARSE,
-        Key("head_dim", "head_dim", default=256),
-        Key("num_key_value_heads", "num_kv_heads", default=2, null=common.as_many_as_heads),
+        Key("head_dim", "head_dim", default=256), common.kv_heads(2),
         Key("moe_intermediate_size", ("intermediate_size", "moe.expert_size"), default=512),
         Key("norm_topk_prob", "moe.normalize_weights", bool, default=True),
         Key("num_experts", "moe.num_experts", default=512, alias="num_local_experts"),

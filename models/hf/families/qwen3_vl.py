@@ -8,7 +8,7 @@ from models.hf.families import common
 from models.hf.families.common import pair
 from models.hf.families.qwen2_vl import SectionedRope, Width, tower_keys, tower_table, wrapper
 from models.hf.families.qwen3 import QWEN3
-from models.hf.families.qwen3_moe import QWEN3_MOE, SPARSE
+from models.hf.families.qwen3_moe import FUSED, QWEN3_MOE, ROUTER, SPARSE
 from models.hf.family import Tensor
 from models.hf.images import Tower
 from models.hf.keys import UNGATED, Activation, Key, Must, Rule
@@ -80,8 +80,7 @@ TEXT = replace(
     QWEN3, name="qwen3_vl_text", model_types=("qwen3_vl_text",),
     architectures=("qwen3_vl has no model of text alone",), classifier=None,
     keys=(*common.SIZES, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, TurningRope(),
-          Key("head_dim", "head_dim", default=128),
-          Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads), common.ATTENTION_BIAS))
+          Key("head_dim", "head_dim", default=128), common.kv_heads(32), common.ATTENTION_BIAS))
 
 TEXT_MOE = replace(
     QWEN3_MOE, name="qwen3_vl_moe_text", model_types=("qwen3_vl_moe_text",),
@@ -92,16 +91,10 @@ TEXT_MOE = replace(
           Must("norm_topk_prob", True, "the chosen weights are divided by their sum in all models"),
           Key("num_experts", "moe.num_experts", default=60, alias="num_local_experts"),
           Key("num_experts_per_tok", "moe.experts_per_token", default=4),
-          Key("num_key_value_heads", "num_kv_heads", default=16, null=common.as_many_as_heads), common.ATTENTION_BIAS),
-    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS,
-           Tensor("layers.{layer}.mlp.gate.weight", "blocks/moe/router/kernel", transpose=True),
-           # All experts in one, with their inputs first; or, as transformers 5 saves them, last.
-           Tensor("layers.{layer}.mlp.experts.gate_up_proj",
-                  ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), axis=2),
-           Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel"),
-           Tensor("layers.{layer}.mlp.experts.gate_up_proj",
-                  ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
-           Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True)))
+          common.kv_heads(16), common.ATTENTION_BIAS),
+    # Experts with their inputs first; or, as transformers 5 saves them, last.
+    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, ROUTER,
+           *common.fused("layers.{layer}.mlp.experts", transpose=False), *FUSED))
 
 MERGER = (
     *pair("merger.norm", "projector/norm", "scale"), *pair("merger.linear_fc1", "projector/up"),

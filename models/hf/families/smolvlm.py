@@ -56,7 +56,7 @@ def _family(name: str, architecture: str, *more: Rule) -> Wrapper:
   tower = Tower("siglip", (f"{name}_vision", name),
                 (*sizes(1152, 3072, 12, 16, 32, 1e-6, "gelu_pytorch_tanh"), Places()), TABLE)
   return Wrapper(
-      name=name, model_types=(name,), architectures=(architecture,),
+      model_types=(name,), architectures=(architecture,),
       texts=(replace(LLAMA, inert=LLAMA.inert | _OF_TEXT),), towers=(tower,),
       keys=(Key("image_token_id", "vision.image_token", default=128257), Scale(), *more),
       table=(Tensor("modality_projection.proj.weight", "projector/linear/kernel", transpose=True),),

@@ -23,14 +23,7 @@ METHODS: dict[str, tuple[Callable[[Mapping[str, Any], Mapping[str, Any]], dict[s
 
 
 def check(options: Mapping[str, Any], where: str) -> None:
-  """Refuses what is not read.
-
-  Args:
-    options: `quantization_config`.
-
-  Raises:
-    HFError: naming the method or the option.
-  """
+  """Refuses what is not read of `quantization_config`: HFError, naming the method or the option."""
   method = options.get("quant_method")
   plain = "Fetch the model in float32, bfloat16 or float16."
   if method not in METHODS:
@@ -43,7 +36,6 @@ def joined(tensors: Mapping[str, Any], options: Mapping[str, Any] | None) -> dic
   """{name: TensorInfo}, with one tensor in the place of those that it is made of.
 
   Args:
-    tensors: those of the files.
     options: `quantization_config`; None: nothing is quantised.
   """
   found = dict(tensors)

@@ -205,7 +205,7 @@ def test_conversations_have_an_encoder_of_their_own(tmp_path, monkeypatch):
     open_examples(config, None, source(type="jsonl", path=str(tmp_path), text_key="body"), "mine",
                   learns="conversations")
   config.chat.fields = ("ids",)
-  with pytest.raises(ConfigError, match=re.escape("chat.fields is ('ids',); it must be pairs of names")):
+  with pytest.raises(ConfigError, match=re.escape("chat.fields has 'ids'; expected pairs of names")):
     make_encoder(config, None, learns="conversations")
 
 

@@ -185,7 +185,7 @@ def test_fingerprint_follows_content_names_split_and_options(tmp_path):
 @pytest.mark.parametrize("value, expected", [
     (b"\x00\xff", "00ff"), (decimal.Decimal("1.50"), "1.50"), (datetime.date(2024, 2, 3), "2024-02-03")])
 def test_what_json_lacks_is_the_same_everywhere(value, expected):
-  assert sources._stable(value) == expected
+  assert sources.stable(value) == expected
 
 
 @pytest.mark.parametrize("total, count, kept", [

@@ -96,9 +96,9 @@ def abstract(leaves):
   return tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()})
 
 
-def load(folder, leaves, model=TIED, **kwargs):
+def load(folder, leaves, model=TIED, shardings=None, dtype=None):
   plan = convert.plan(FAMILY, model, abstract(leaves), folder)
-  return tree.flatten(convert.load_params(plan, folder, **kwargs))
+  return dict(convert.iter_params(plan, folder, None if shardings is None else tree.flatten(shardings), dtype))
 
 
 def assert_bitwise(found, expected):
@@ -205,7 +205,7 @@ def test_some_of_the_leaves_with_a_dtype_each(tmp_path):
   folder = folder_of(tmp_path, theirs(leaves))
   dtypes = {"blocks/attn/v/kernel": "bfloat16", "final_norm/scale": None}
   some = convert.plan(FAMILY, TIED, abstract(leaves), folder).only(dtypes)
-  params = tree.flatten(convert.load_params(some, folder, dtype=dtypes))
+  params = dict(convert.iter_params(some, folder, dtype=dtypes))
   assert_bitwise(params, {path: leaves[path].astype(dtype or "float32") for path, dtype in dtypes.items()})
 
 

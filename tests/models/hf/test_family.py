@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from models.hf import families, images
-from models.hf import family as family_module
 from models.hf.errors import HFError
 from models.hf.family import DROPOUT, INERT
 from models.hf.source import NEITHER, Source
@@ -303,8 +302,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
     ("granite4", dict(time_step_limit=[0.1, 2.0]), "time_step_limit is .*; allowed: .0.0 or more, Infinity"),
     ("granite4", dict(time_step_limit=[-1.0, "Infinity"]), "time_step_limit is"),
     ("granite4", dict(position_embedding_type="alibi"), "is 'alibi'; allowed: rope, nope or null"),
-    ("granite4_moe", dict(num_local_experts=-1), "num_local_experts is -1; allowed: 0 or more"),
-    ("granite4_moe", dict(num_experts_per_tok=0), "num_experts_per_tok is 0; allowed: 1 or more"),
+    ("granite4_moe", dict(num_local_experts=-1), "num_local_experts is -1; allowed: a whole number from 0 to"),
+    ("granite4_moe", dict(num_experts_per_tok=0), "num_experts_per_tok is 0; allowed: a whole number from 1 to"),
     ("ministral3", dict(rope_parameters={"rope_theta": 500.0, "llama_4_scaling_beta": 0.5}),
      "beta is 0.5, which needs a type of rotary positions"),
     ("nemotron_h", dict(hybrid_override_pattern="M-M*-*"), "what each layer is; found two that differ"),
@@ -408,11 +407,7 @@ def test_every_attribute_of_transformers_classes_is_known(model_type):
     known = source._asked | INERT | DROPOUT | family.inert
   if model_type.endswith(("vision_model", "vision", "pixtral")):
     rule = next(rule for rule in family.keys if isinstance(rule, images.VisionConfig))
-    inner, tower = rule._open(source)
-    family_module.check_kind(inner, images.VISION_INERT)
-    keys = {"vision.tower": tower.name, "hidden_size": None}
-    for rule in tower.keys:
-      keys.update(rule.read(inner, keys))
+    inner, _ = rule._read(source, {"hidden_size": None})
     known = inner._asked | INERT | DROPOUT | images.VISION_INERT
   names = {name for name in (*ATTRIBUTES["all"], *ATTRIBUTES[model_type]) if not name.startswith("_")}
   assert names - known == set() and len(names) > 60

@@ -131,9 +131,9 @@ def test_two_matrices_are_one_model_only_where_the_config_says_so(tied, tmp_path
     family, keys, _ = hf.architecture(path)
     tensors = files.TensorFolder(path)
     apart = hf.abstract_params({**keys, "tie_embeddings": False})
-    params = hf.load_params(hf.plan(family, keys, apart, tensors), tensors)
-    np.testing.assert_array_equal(params["unembed"]["kernel"], expected)
-    np.testing.assert_array_equal(params["embed"]["embedding"], tied[1][embedding])
+    params = dict(hf.iter_params(hf.plan(family, keys, apart, tensors), tensors))
+    np.testing.assert_array_equal(params["unembed/kernel"], expected)
+    np.testing.assert_array_equal(params["embed/embedding"], tied[1][embedding])
 
 
 def test_an_unembedding_that_is_missing_is_told(base, tmp_path):
