@@ -12,15 +12,18 @@ import math
 
 from ml_collections import ConfigDict
 
-from trainer.config import defaults, evaluator, source
+from configs import qwen3_30b_a3b
+from trainer.config import defaults
 from trainer.errors import ConfigError
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-  """`arg`: what it runs on: v5p (also nothing), or h100."""
+  """`arg`: what it runs on: v5p (also nothing), or h100. What is not said here is, but for the model, as in
+  configs/qwen3_30b_a3b.py: data, length of rows, schedule."""
   if arg not in (None, "", "v5p", "h100"):
     raise ConfigError(f"configs/deepseek_v3.py:{arg}: found {arg!r}, allowed: v5p, h100, or nothing.")
-  c = defaults()
+  c = qwen3_30b_a3b.get_config()
+  c.model = defaults().model
   # 671,026,419,200 parameters, of which a token passes through 37 billion (arXiv 2412.19437, section 4.2, and the
   # published config.json); without the layer that predicts tokens further ahead.
   c.model.vocab_size = 129_280
@@ -54,14 +57,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.model.tie_embeddings = False
   c.model.init_std = 0.006
 
-  c.tokenizer.type = "hf"
-  c.tokenizer.path = "path/to/a/hugging_face_folder"
-  c.input.sources.main = source(type="parquet", path="path/to/documents/*.parquet", split="train",
-                                validation_fraction=0.001)
-
   # 4 experts of a layer on each device of 64. Their kernels are 97% of all parameters: to gather them takes longer than
   # to bring tokens to them, for which every device has 8,192 a step or fewer.
-  c.seq_len = 4096
   c.batch_size = 1024
   if arg == "h100":
     # Tokens travel between nodes, each through its GPU's own adapter, longer than anything is computed.
@@ -75,13 +72,5 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.remat = "attention"
 
   c.optimizer.learning_rate = 7.3e-6
-  c.optimizer.weight_decay = 0.1
-  c.schedule.name = "cosine"
-  c.schedule.warmup_steps = 500
-  c.schedule.floor = 0.1
-  c.total_tokens = 100_000_000_000
-
   c.ckpt_steps = 250
-  c.keep_last = 3
-  c.evals.val = evaluator(type="loss", eval_steps=1000, max_documents=2048)
   return c

@@ -10,35 +10,22 @@ slices: --config.mesh.slice=2 --config.plan.slices=2 --config.batch_size=1024.
 
 from ml_collections import ConfigDict
 
-from trainer.config import defaults, evaluator, source
+from configs import llama3_8b
 from trainer.errors import ConfigError
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-  """`arg`: what it runs on: v5p (also nothing), or h100."""
+  """`arg`: what it runs on: v5p (also nothing), or h100. What is not said here is as in configs/llama3_8b.py."""
   if arg not in (None, "", "v5p", "h100"):
     raise ConfigError(f"configs/llama3_70b.py:{arg}: found {arg!r}, allowed: v5p, h100, or nothing.")
-  c = defaults()
+  c = llama3_8b.get_config()
   # 70,553,706,496 parameters (arXiv 2407.21783, table 3, and the published config.json).
-  c.model.vocab_size = 128_256
   c.model.num_layers = 80
   c.model.hidden_size = 8192
   c.model.intermediate_size = 28_672
   c.model.num_heads = 64
-  c.model.num_kv_heads = 8
-  c.model.head_dim = 128
-  c.model.norm_eps = 1e-5
-  c.model.rope_theta = 500_000.0
-  c.model.tie_embeddings = False
-  c.model.init_std = 0.02
-
-  c.tokenizer.type = "hf"
-  c.tokenizer.path = "path/to/a/hugging_face_folder"
-  c.input.sources.main = source(type="parquet", path="path/to/documents/*.parquet", split="train",
-                                validation_fraction=0.001)
 
   # 4.2 million tokens a step, as in the paper's middle stage.
-  c.seq_len = 8192
   c.batch_size = 512
   # A layer keeps nothing but its input, 128 MiB a row.
   c.remat = "full"
@@ -56,14 +43,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.plan.topology = "v5p:4x8x8"
 
   c.optimizer.learning_rate = 1.5e-4
-  c.optimizer.weight_decay = 0.1
-  c.schedule.name = "cosine"
-  c.schedule.warmup_steps = 2000
-  c.schedule.floor = 0.01
-  # 20 tokens for each parameter. Llama 3 itself saw 15 trillion.
   c.total_tokens = 1_400_000_000_000
-
   c.ckpt_steps = 250
-  c.keep_last = 3
-  c.evals.val = evaluator(type="loss", eval_steps=2000, max_documents=2048)
   return c

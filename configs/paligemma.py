@@ -16,35 +16,27 @@ LLaVA folders work as well. For answers of ten people (VQA): --config.evals.answ
 
 from ml_collections import ConfigDict
 
-from trainer.config import defaults, evaluator, source, strategy
+from configs import sft
+from trainer.config import evaluator, source
 from trainer.errors import ConfigError
 
 TOWER = r"^vision/"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-  """`arg`: what becomes of the tower: nothing (it is trained like the rest), `frozen`, or `slow`."""
-  c = defaults()
-  c.strategy = strategy("sft")
-  # Architecture, parameters, tokenizer and how images stand in texts; give it on the command line.
-  c.model.hf = "path/to/a/hugging_face_folder"
+  """`arg`: what becomes of the tower: nothing (it is trained like the rest), `frozen`, or `slow`. What is not said here
+  is as in configs/sft.py: the folder to start from, the loss that is measured, export."""
+  c = sft.get_config()
   c.input.sources.main = source(type="jsonl", path="path/to/rows.jsonl", split="train", validation_fraction=0.02)
   c.input.images.workers = 8
 
   # An image of 224 × 224 pixels has 256 tokens: a row holds three examples or more, none of which sees another.
   c.seq_len = 1024
-  c.batch_size = 16
   c.grad_accum_steps = 2
-  c.total_steps = -1
   c.total_epochs = 5.0
-  c.remat = "full"
 
-  c.optimizer.learning_rate = 1e-5
   c.optimizer.b2 = 0.999
-  c.optimizer.weight_decay = 0.0
-  c.schedule.name = "cosine"
   c.schedule.warmup_percent = 5.0
-  c.schedule.floor = 0.0
   if arg == "frozen":
     c.optimizer.freeze = (TOWER,)
   elif arg == "slow":
@@ -52,9 +44,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   elif arg:
     raise ConfigError(f"configs/paligemma.py:{arg}: found {arg!r}, allowed: frozen, slow, or nothing.")
 
-  c.evals.val = evaluator(type="loss", eval_percent=20.0)
+  c.evals.val.eval_percent = 20.0
   c.evals.answers = evaluator(type="generate", eval_percent=20.0, max_documents=256, max_new_tokens=64, temperature=0.0)
   c.ckpt_percent = 20.0
-  c.export.path = "export"
-  c.export.dtype = "bfloat16"
   return c

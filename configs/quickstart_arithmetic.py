@@ -8,30 +8,23 @@ read; those that pass@1 is measured on, with the right answers, are never traine
 
 from ml_collections import ConfigDict
 
-from trainer.config import defaults, evaluator, source, strategy
+from configs import quickstart
+from trainer.config import evaluator, source, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-  """No argument."""
-  c = defaults()
+  """No argument. What is not said here is as in configs/quickstart.py: width of the model, optimizer."""
+  c = quickstart.get_config()
   c.strategy = strategy("sft")
-  c.input.sources.sums = source(type="arithmetic_mistakes", split="train")
-  c.tokenizer.type = "bytes"
-
+  c.input.sources = dict(sums=source(type="arithmetic_mistakes", split="train"))
+  c.tokenizer = dict(type="bytes")
   c.model.num_layers = 3
-  c.model.hidden_size = 128
-  c.model.intermediate_size = 384
-  c.model.num_heads = 4
-  c.model.qk_norm = True
 
   c.seq_len = 128
   c.batch_size = 32
   c.total_steps = 400
-  c.optimizer.name = "muon"
-  c.optimizer.learning_rate = 1e-2
-  c.schedule.name = "wsd"
-  c.schedule.decay_percent = 50.0
+  c.schedule.floor = 0.1
   right = source(type="arithmetic", split="validation")
-  c.evals.pass1 = evaluator(type="generate", eval_percent=50.0, sources=dict(sums=right), max_documents=256,
-                            max_new_tokens=8, temperature=1.0, batch_size=256)
+  c.evals = dict(pass1=evaluator(type="generate", eval_percent=50.0, sources=dict(sums=right), max_documents=256,
+                                 max_new_tokens=8, temperature=1.0, batch_size=256))
   return c

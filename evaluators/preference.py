@@ -1,5 +1,6 @@
 """Held-out preferences by the strategy's own loss: accuracy, margin, rewards and losses, each pair exactly once."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ class Preference:
       setup.datasets.append(self._examples.data)
     no_sums = strategy.no_sums(config.strategy) if strategy.no_sums else frozenset()
     loss_fn = make_loss_fn(setup.model, config.strategy)
-    self._row_sums = jax.jit(_make_row_sums(loss_fn, config.strategy, no_sums))
+    self._row_sums = jax.jit(functools.partial(_row_sums, loss_fn, config.strategy, no_sums))
 
   def run(self, params: Any, step: int, reference: Any = None) -> Iterator[tuple[str, float]]:
     if self._needs_reference and reference is None:
@@ -61,15 +62,13 @@ class Preference:
         yield from _values(f"/{source}", {name: total[number] for name, total in sums.items()})
 
 
-def _make_row_sums(loss_fn: Callable, cfg: Any, left_out: frozenset[str]):
-  def row_sums(params: Any, reference: Any, batch: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """{name: (sum [B], weight [B])} of the strategy's terms and metrics."""
-    given = (reference,) if strategies.needs_reference(cfg) else ()
-    terms, metrics = loss_fn(params, batch, None, *given)
-    return {name: (mean.sum, mean.weight) for name, mean in {**terms, **metrics}.items()
-            if isinstance(mean, Mean) and mean.sum.ndim == 1 and name not in left_out}
-
-  return row_sums
+def _row_sums(loss_fn: Callable, cfg: Any, left_out: frozenset[str], params: Any, reference: Any,
+              batch: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
+  """{name: (sum [B], weight [B])} of the strategy's terms and metrics."""
+  given = (reference,) if strategies.needs_reference(cfg) else ()
+  terms, metrics = loss_fn(params, batch, None, *given)
+  return {name: (mean.sum, mean.weight) for name, mean in {**terms, **metrics}.items()
+          if isinstance(mean, Mean) and mean.sum.ndim == 1 and name not in left_out}
 
 
 def _values(suffix: str, sums: Mapping[str, np.ndarray]) -> Iterator[tuple[str, float]]:

@@ -51,11 +51,8 @@ def command(config: Mapping[str, Any], path: Path, more: Sequence[str] = ()) -> 
 
 
 def check(config: Mapping[str, Any], workdir: str | Path, of_tokenizer: bool = False) -> None:
-  """Refuses to begin without it. `of_tokenizer`: only if the tokenizer is that run's.
-
-  Raises:
-    ConfigError: with the command that trains it.
-  """
+  """Refuses to begin without it. `of_tokenizer`: only if the tokenizer is that run's. Raises ConfigError, with the
+  command that trains it."""
   path = pending(config, workdir)
   if path is not None and (not of_tokenizer or Path(config["tokenizer"].get("path") or "").is_relative_to(path)):
     raise ConfigError(f"init_from.path is {str(path)!r}, where no run has ended yet. Train it first:\n  "

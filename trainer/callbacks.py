@@ -7,6 +7,7 @@ A config adds its own by dotted path, called after the built-in ones, and after 
 What must happen inside the compiled step (clipping, rematerialisation, the finite guard) is config, not callback.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -299,7 +300,7 @@ class Callbacks:
   """
 
   def __init__(self, built_in: Sequence[Callback], own: Sequence[Callback] = ()):
-    self.built_in, self.own = _caller(built_in), _caller(own)
+    self.built_in, self.own = functools.partial(_call, built_in), functools.partial(_call, own)
     self.all = (*built_in, *own)
 
   def __call__(self, hook: str, *args: Any) -> None:
@@ -307,9 +308,6 @@ class Callbacks:
     self.own(hook, *args)
 
 
-def _caller(callbacks: Sequence[Callback]) -> Callable[..., None]:
-  def call(hook: str, *args: Any) -> None:
-    for callback in callbacks:
-      getattr(callback, hook)(*args)
-
-  return call
+def _call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
+  for callback in callbacks:
+    getattr(callback, hook)(*args)

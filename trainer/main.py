@@ -98,9 +98,9 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     jax.eval_shape(program.update_fn, program.abstract_state, example)  # finds mistakes before anything is allocated
 
     # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
-    writer = writers.MultiWriter()  # opened below, once it is known from which step on
+    # Its writer is opened below, once it is known from which step on.
+    setup = evaluators_lib.Setup(config, model, tokenizer, mesh, workdir, writers.MultiWriter(), datasets=[data])
     with processes.first_goes_first("evaluation data"):
-      setup = evaluators_lib.Setup(config, model, tokenizer, mesh, workdir, writer, datasets=[data])
       evaluators = evaluators_lib.make_all(setup)
     callbacks = _make_callbacks(config, horizon, workdir, gradient_paths(optimizer, program.abstract_state["params"]))
     checkpoints = _make_checkpoints(config, horizon, program, workdir)
@@ -114,29 +114,26 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     taught = cached_teachers.precompute(config, program, setup.datasets, workdir)  # where the state will be
     start = state_lib.initialise(config, origin, program, checkpoints)
     position.go_on(config, data, start, found_here=past is None)
-    if program.precompute:
-      start = reference_lib.precompute(config, start, program, setup.datasets, workdir, taught)
+    start = reference_lib.precompute(config, start, program, setup.datasets, workdir, taught)
     state_lib.describe(start)
 
     # ---------------------------------------------------------------- the run
     workdir_lib.save_config(resolved, workdir, tokenizer)
-    writer.writers = (*writers.make_writers(workdir, resume_step=start.step if start.meta else -1),
-                      *loggers.start(more_writers, workdir, resolved))
+    setup.writer.writers = (*writers.make_writers(workdir, resume_step=start.step if start.meta else -1),
+                            *loggers.start(more_writers, workdir, resolved))
     chrono = throughput.make_chrono(config, program.flops_per_token(config.seq_len, data.images_per_row), start.meta,
                                     workdir_lib.first_start(workdir))
     run = Run(config=config, workdir=workdir, program=program, tokenizer=tokenizer, data=data, horizon=horizon,
-              evaluators=evaluators, callbacks=callbacks, checkpoints=checkpoints, writer=writer, chrono=chrono,
+              evaluators=evaluators, callbacks=callbacks, checkpoints=checkpoints, writer=setup.writer, chrono=chrono,
               state=start.state, step=start.step, pinned=start.pinned, remembered=start.meta.get("remembered", {}))
     del start  # run.state is donated step by step: another name for it would be a trap
-    run.end_with_data()
 
     with _reporting_errors(run, step):
       _loop(run, step, data.batches(run))
 
   # ------------------------------------------------------------------ clean exit
   run.close()
-  export_at_end(run, export_to, dtype=config.export.dtype, mtp=config.export.mtp, overwrite=True,
-                progress=True)
+  export_at_end(run, export_to, dtype=config.export.dtype, mtp=config.export.mtp, overwrite=True, progress=True)
   processes.sync("end of training")
   workdir_lib.say_where_everything_is(run, time.monotonic() - began, export_to)
   return run

@@ -24,6 +24,11 @@ class Mean:
   def __add__(self, other: "Mean") -> "Mean":
     return Mean(self.sum + other.sum, self.weight + other.weight)
 
+  @staticmethod
+  def of(values_BxN: jax.Array, weights_BxN: jax.Array) -> "Mean":
+    """The weighted mean of values, as sums and weights [B]."""
+    return Mean(jnp.sum(values_BxN * weights_BxN, axis=1), jnp.sum(weights_BxN, axis=1))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -67,11 +67,7 @@ def go_on(config: Any, data: Any, start: Any, found_here: bool) -> None:
 
 def _check(config: Any, taken: Steps, meta: Mapping[str, Any]) -> None:
   """Refuses a state that is not the one whose past was believed: the arrays of the newest checkpoint were damaged, and
-  the one before it is of a time with other sizes.
-
-  Raises:
-    CheckpointError: saying so.
-  """
+  the one before it is of a time with other sizes. Raises CheckpointError."""
   if steps_of(config, past_of(meta)).pieces != taken.pieces:
     raise CheckpointError(
         f"the newest checkpoint was damaged and is set aside; that of step {meta['step']} is before a change of the "
@@ -79,11 +75,7 @@ def _check(config: Any, taken: Steps, meta: Mapping[str, Any]) -> None:
 
 
 def _check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
-  """Refuses to continue a run whose rows are no longer the ones it was trained on.
-
-  Raises:
-    ConfigError: saying so.
-  """
+  """Refuses to continue a run whose rows are no longer the ones it was trained on. Raises ConfigError."""
   if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
     raise ConfigError(
         "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "

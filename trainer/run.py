@@ -65,6 +65,7 @@ class Run:
     self.config_json: dict[str, Any] = json.loads(config_checks.to_json(self.config))
     self.last_eval = last_evaluation(self.workdir, self.step)
     self.remembered = dict(self.remembered)
+    self.end_with_data()
 
   model = property(lambda self: self.program.model)
   mesh = property(lambda self: self.program.mesh)

@@ -78,15 +78,16 @@ FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
 
 
 def run(command: ModuleType, uses_devices: bool = True, **options: Any) -> None:
-  """Runs `main(argv)` of a command's module, whose flags are shown by --help.
+  """Runs `main(argv)` of a command's module, whose docstring and flags are shown by --help.
 
   Args:
-    command: its flags are those of `_define_flags()`.
+    command: its flags are those of `_define_flags()`; programs that import it may have flags of the same names.
     uses_devices: it computes in this process.
     options: of `absl.app.run`.
   """
   if uses_devices:
     set_environment()
+  sys.modules["__main__"].__doc__ = command.__doc__
   command._define_flags()
   logging.set_verbosity(logging.WARNING)
   for flag in flags.FLAGS.get_key_flags_for_module(command):
@@ -176,17 +177,8 @@ def use_huge_pages() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def put_off_garbage() -> None:
-  """Until `look_for_garbage`, Python does not look for objects that only one another hold.
-
-  Packages are imported meanwhile, which leaves no garbage but, again and again, more to look through: a tenth of the
-  time that it takes.
-  """
-  gc.disable()
-
-
 def look_for_garbage() -> None:
-  """From now on Python looks for garbage, if it was put off, but never through what there is by now."""
+  """From now on Python looks for garbage, if that was put off, but never through what there is by now."""
   if not gc.isenabled():
     gc.freeze()
     gc.enable()
@@ -201,7 +193,6 @@ def one_message(*errors: type[BaseException]) -> Iterator[None]:
   except KeyboardInterrupt:
     sys.exit(130)
   except errors as error:
-    from absl import logging
     logging.debug("Traceback:", exc_info=True)
     sys.exit(f"\n{type(error).__name__}: {error}")
 
@@ -210,7 +201,6 @@ def errors_of_savers_in_short() -> None:
   """From now on what Orbax logs of an error is one line: it does so in each of its threads with a traceback, and raises
   it as well. What TensorStore prints of writes that end when nobody waits for them any more is left out, and what a
   thread says that had not begun when the program ended. --verbosity=1 shows it all."""
-  from absl import logging
   logger, print_unraisable = logging.get_absl_logger(), sys.unraisablehook
 
   def shorten(record: Any) -> bool:
@@ -240,8 +230,11 @@ def keep_compiled_programs() -> None:
   if "JAX_COMPILATION_CACHE_DIR" in os.environ:
     return
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+  # A home may be shared by machines of which one lacks another's instructions.
+  described = "\n".join([platform.machine(), platform.processor(), *_processors()])
+  machine = hashlib.blake2b(described.encode(), digest_size=6).hexdigest()
   try:
-    folder = Path(base).expanduser() / "weft" / f"compiled-{_machine()}"
+    folder = Path(base).expanduser() / "weft" / f"compiled-{machine}"
     folder.mkdir(parents=True, exist_ok=True)
   except (OSError, RuntimeError):
     return  # no home, or one that cannot be written to
@@ -273,9 +266,3 @@ def _processors() -> list[str]:
   with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
     return sorted({line.strip() for line in lines if line.startswith(("model name", "flags", "Features"))})
   return []
-
-
-def _machine() -> str:
-  """Tells processors apart: a home may be shared by machines of which one lacks another's instructions."""
-  described = [platform.machine(), platform.processor(), *_processors()]
-  return hashlib.blake2b("\n".join(described).encode(), digest_size=6).hexdigest()

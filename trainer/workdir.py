@@ -64,11 +64,7 @@ def first_start(workdir: Path) -> float:
 
 
 def check_saves(config: Any, saves: bool) -> None:
-  """Refuses what needs checkpoints where there are none.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses what needs checkpoints where there are none. Raises ConfigError."""
   if saves:
     return
   for key, value, needs in (("keep_best", config.keep_best, config.keep_best is not None),

@@ -318,19 +318,16 @@ def _read(folder: Path, target: Any) -> Restored:
       flat = tree_lib.flatten(handler.restore(epath.Path(folder / "state"), args=ocp.args.PyTreeRestore(
           as_dicts, ocp.checkpoint_utils.construct_restore_args(as_dicts))))
     meta = damage.meta_of(folder)
-    arrays = _read_arrays(folder) if meta.get("arrays") else None
+    arrays = None
+    if meta.get("arrays"):
+      with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        arrays = {name: np.asarray(part) for name, part in handler.restore(epath.Path(folder / "arrays")).items()}
     checksums.check_arrays(meta, arrays or {}, folder)
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(target)
   # The restored arrays belong to TensorStore's reader; a copy of our own may be donated.
-  own = _own_buffers([flat["/".join(_names(path))] for path, _ in leaves])
-  state = jax.tree_util.tree_unflatten(treedef, own)
+  own = _own_buffers([flat[path] for path in _by_path(target)])
+  state = jax.tree.unflatten(jax.tree.structure(target), own)
   checksums.check(meta, _by_path(state), folder)
   return Restored(state, meta, folder, arrays)
-
-
-def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
-  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-    return {name: np.asarray(part) for name, part in handler.restore(epath.Path(folder / "arrays")).items()}
 
 
 @jax.jit
@@ -361,39 +358,30 @@ def _own_buffers(tree: Any) -> Any:
   return _copied(tree) if jax.default_backend() == "cpu" else tree
 
 
-def _names(key_path) -> list[str]:
-  return [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path]
-
-
 def _as_dicts(tree: Any) -> dict[str, Any]:
   """Any tree as nested dicts by path, so that a checkpoint does not depend on Python classes."""
   return tree_lib.unflatten(_by_path(tree))
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-  return {"/".join(_names(path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _was_retrieved(record: std_logging.LogRecord) -> bool:
   return "exception was never retrieved" not in record.getMessage()
 
 
-class _explained:
+@contextlib.contextmanager
+def _explained(checkpoints: Checkpoints, action: str) -> Iterator[None]:
   """Turns what Orbax raises while writing into one message that a user can act on."""
-
-  def __init__(self, checkpoints: Checkpoints, action: str):
-    self._checkpoints, self._action = checkpoints, action
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, kind, error, traceback):
-    if error is None or not isinstance(error, Exception):
-      return False
+  try:
+    yield
+  except Exception as error:
     # Of Orbax's other writes that failed with it asyncio prints a traceback each, when their futures are collected.
     std_logging.getLogger("asyncio").addFilter(_was_retrieved)
-    complete = self._checkpoints.steps()
+    complete = checkpoints.steps()
     raise CheckpointError(
-        f"could not {self._action} in {self._checkpoints.directory}: {in_short(error)}\n"
+        f"could not {action} in {checkpoints.directory}: {in_short(error)}\n"
         + (f"The newest complete checkpoint there is step {complete[-1]}. " if complete else "No checkpoint is there. ")
         + "Free space or fix the folder's permissions, then run the same command: it continues from there.") from error

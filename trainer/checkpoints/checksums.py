@@ -28,11 +28,7 @@ def add_checksums(meta: dict[str, Any], leaves: Mapping[str, jax.Array], arrays:
 
 
 def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-  """`meta` without its own checksum.
-
-  Raises:
-    Damaged: it does not match.
-  """
+  """`meta` without its own checksum. Raises Damaged: it does not match."""
   rest = {key: part for key, part in meta.items() if key != "seal"}
   if meta.get("seal") != _digest(rest):
     raise Damaged("what the checkpoint says of itself (meta/metadata) is not what was saved")
@@ -40,11 +36,7 @@ def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(meta: Mapping[str, Any], leaves: Mapping[str, jax.Array], folder: Path) -> None:
-  """Refuses leaves, by path, that are not those of `meta`.
-
-  Raises:
-    Damaged: naming them.
-  """
+  """Refuses leaves, by path, that are not those of `meta`. Raises Damaged, naming them."""
   found = checksums(leaves)
   _refuse([path for path in leaves if meta.get("checksums", {}).get(path) != found[path]], len(leaves), folder)
 

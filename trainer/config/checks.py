@@ -198,11 +198,7 @@ def _get(tree: Any, path: str):
 
 
 def validate(config: ConfigDict) -> None:
-  """Refuses values that cannot work, whatever the machine.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
-  """
+  """Refuses values that cannot work, whatever the machine. Raises ConfigError."""
   c = config
   check_ranges(c)
   for key in ("batch_size", "grad_accum_steps", "seq_len"):
@@ -211,9 +207,10 @@ def validate(config: ConfigDict) -> None:
   if c.seq_len < 2:
     raise ConfigError("seq_len is 1: a row needs two tokens for one of them to be predicted. Use at least 2.")
   if c.batch_size % c.grad_accum_steps:
+    more = c.batch_size + -c.batch_size % c.grad_accum_steps
     raise ConfigError(
         f"batch_size {c.batch_size} is not divisible by grad_accum_steps {c.grad_accum_steps}: every micro-batch "
-        f"must have the same number of rows. Try --config.batch_size={_round_up(c.batch_size, c.grad_accum_steps)}.")
+        f"must have the same number of rows. Try --config.batch_size={more}.")
   if not c.input.sources:
     raise ConfigError("input.sources is empty: nothing to train on. In the config file: "
                       'config.input.sources.main = source(type="text", path="my_file.txt").')
@@ -233,8 +230,7 @@ def validate(config: ConfigDict) -> None:
   for path, allowed in choices.items():
     one_of(path, _get(c, path), allowed)
   for name, value in c.evals.items():
-    if value.on_error not in ("stop", "warn"):
-      raise ConfigError(f"evals.{name}.on_error is {value.on_error!r}; allowed: stop, warn.")
+    one_of(f"evals.{name}.on_error", value.on_error, ("stop", "warn"))
   for path, low, high in (("schedule.floor", 0.0, 1.0), ("optimizer.ema_decay", 0.0, 1.0), ("model.dropout", 0.0, 1.0),
                           ("input.max_over_long", 0.0, 1.0), ("input.max_bad_rows", 0.0, 1.0),
                           ("optimizer.learning_rate", 0.0, float("inf")), ("optimizer.clip_norm", 0.0, float("inf")),
@@ -244,10 +240,6 @@ def validate(config: ConfigDict) -> None:
     if not low <= value <= high:
       raise ConfigError(f"{path} is {value}; it must be between {low} and {high}.")
   check_precision(c)
-
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple
 
 
 # ----------------------------------------------------------------------------------------------
@@ -295,11 +287,7 @@ class View(Mapping):
 
 
 def audit(view: View) -> None:
-  """Refuses keys that differ from their default and that nothing read during set-up.
-
-  Raises:
-    ConfigError: naming the keys.
-  """
+  """Refuses keys that differ from their default and that nothing read during set-up. Raises ConfigError."""
   config = view._node
   default = baseline(config)
   # What --mode=plan is asked may stay in a config that is then trained.

@@ -19,11 +19,7 @@ SMALL_LEARNING_RATE = 1e-4
 
 
 def check_precision(config: Mapping[str, Any]) -> None:
-  """Refuses what cannot work, whatever the machine.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
-  """
+  """Refuses what cannot work, whatever the machine. Raises ConfigError."""
   p, o = config["precision"], config["optimizer"]
   for key, allowed in ALLOWED.items():
     if p[key] not in allowed:

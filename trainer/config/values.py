@@ -54,11 +54,7 @@ def invalid_name(name: Any) -> str | None:
 
 
 def check_ranges(config: Mapping[str, Any]) -> None:
-  """Refuses numbers beyond RANGES.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
-  """
+  """Refuses numbers beyond RANGES. Raises ConfigError."""
   for keys, low, high in RANGES:
     for key in keys:
       value: Any = config

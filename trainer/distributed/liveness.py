@@ -333,11 +333,7 @@ def reports_failure(function: Callable) -> Callable:
 
 
 def check(limits: Mapping[str, float]) -> None:
-  """Refuses limits that cannot be.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses limits that cannot be. Raises ConfigError."""
   for key, least in (("join_seconds", 1), ("heartbeat_seconds", 1), ("hang_seconds", 0), ("phase_seconds", 0)):
     if not limits[key] >= least:
       raise ConfigError(f"processes.{key} is {limits[key]}; it must be at least {least}"

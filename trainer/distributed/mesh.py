@@ -251,6 +251,13 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh, user_rules=()) -> 
   return tree.unflatten(result), notes
 
 
+def placed_shapes(abstract: Any, mesh: Mesh | AbstractMesh, user_rules=()) -> Any:
+  """The abstract parameters with their shardings; see `param_shardings`."""
+  shardings, _ = param_shardings(abstract, mesh, user_rules)
+  return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract,
+                      shardings)
+
+
 def _check_user_spec(path: str, shape: tuple[int, ...], spec: tuple, mesh: Mesh | AbstractMesh) -> None:
   if len(spec) > len(shape):
     raise ConfigError(f"sharding_rules: {spec} has {len(spec)} dimensions, but {path} has shape {shape}.")
@@ -275,7 +282,7 @@ def state_shardings(abstract_state: Any, abstract_params: Any, params_sharding: 
   placed = tree.flatten(params_sharding)
 
   def place(key_path, leaf):
-    parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path]
+    parts = jax.tree_util.keystr(key_path, simple=True, separator="/").split("/")
     for start in range(len(parts)):
       path = "/".join(parts[start:])
       if shapes.get(path) == leaf.shape:
@@ -288,11 +295,7 @@ def state_shardings(abstract_state: Any, abstract_params: Any, params_sharding: 
 
 
 def check_activation_rules(rules: Sequence[tuple[str, Any]]) -> None:
-  """Refuses rules of names or axes that there are not.
-
-  Raises:
-    ConfigError: naming what was found and what is allowed.
-  """
+  """Refuses rules of names or axes that there are not. Raises ConfigError."""
   for rule in rules:
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
       raise ConfigError(f"activation_rules: found {rule!r}; each is (name, mesh axis, tuple of axes, or None).")
@@ -332,11 +335,7 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, what: str = "batch_size / grad_accum_steps") -> None:
-  """Refuses a batch that the mesh cannot split evenly.
-
-  Raises:
-    ConfigError: naming the sizes.
-  """
+  """Refuses a batch that the mesh cannot split evenly. Raises ConfigError, naming the sizes."""
   shards = batch_shards(mesh)
   if batch_size % shards:
     raise ConfigError(

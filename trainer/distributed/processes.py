@@ -268,11 +268,7 @@ def say(*lines: str) -> None:
 
 
 def check_same(what: str, fingerprint: str) -> None:
-  """Refuses processes that see different data.
-
-  Raises:
-    ConfigError: naming the processes that differ from the first.
-  """
+  """Refuses processes that see different data. Raises ConfigError, naming the processes that differ from the first."""
   if jax.process_count() > 1:
     mine = np.frombuffer(hashlib.sha256(fingerprint.encode()).digest(), np.int32)
     everyones = multihost_utils.process_allgather(mine)

@@ -6,6 +6,7 @@ coordinator. When the coordinator's end closes, the client's end is left open, `
 trainer/distributed/liveness.py has the time to say who is missing.
 """
 
+import contextlib
 import socket
 import threading
 import time
@@ -93,7 +94,5 @@ def _source_ended(source: socket.socket, target: socket.socket) -> bool:
 
 
 def _shut(connection: socket.socket) -> None:
-  try:
+  with contextlib.suppress(OSError):
     connection.shutdown(socket.SHUT_RDWR)
-  except OSError:
-    pass

@@ -93,15 +93,13 @@ class Embedder:
   def _batch(self, texts: list[Embedded]) -> dict[str, np.ndarray]:
     """A text a row."""
     length = min(bucket(max(len(text.ids) for text in texts), MIN_LENGTH), max(self.max_length, MIN_LENGTH))
-    shown = [image_tokens.of_text(self._layout, text.ids, self._pixels(text), len(text.ids), "a text")
-             for text in texts]
+    pixels = [() if self.images is None else Images(text.images, self.images.preprocess) for text in texts]
+    shown = [image_tokens.of_text(self._layout, text.ids, images, len(text.ids), "a text")
+             for text, images in zip(texts, pixels, strict=True)]
     batch = image_tokens.batch_of_texts(self._layout, self._rows, length, self._loaded.tokenizer.pad_id,
                                         [text.ids for text in texts], shown)
     batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
     return check_ids(batch, self._loaded.model.vocab_size)
-
-  def _pixels(self, text: Embedded) -> Sequence[Any]:
-    return () if self.images is None else Images(text.images, self.images.preprocess)
 
 
 def _not_dropped(made: Embedded | str, number: int) -> Embedded:
@@ -165,11 +163,7 @@ def _text(record: Any, key: str, reader: TextReader, beside: ShapeReader) -> Tex
   return reader.read(record, [(key, value)], shared)[0]
 
 
-# ---------------------------------------------------------------------------------------------- command line
-
-
 def _define_flags() -> None:
-  """Only for the command: another program that imports this module has a --workdir of its own."""
   startup.define_model_flags()
   flags.DEFINE_string("texts", None, "The file of texts.")
   flags.DEFINE_string("key", "text", "The column that has them, of rows.")

@@ -5,8 +5,6 @@ import sys
 
 from trainer.explain import command
 
-__doc__ = command.__doc__  # what --help prints
-
 if __name__ == "__main__":
   if hasattr(signal, "SIGPIPE"):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands: `| head` is no error

@@ -35,8 +35,10 @@ def explain(name: str) -> str:
   """
   typed = re.sub(r"^config\.", "", name.strip())
   if found := find_keys(typed):
-    names = _names_of_key(found[0].typed)
-    spoken = _documented(names, _section_of(typed)) if explain_docs.passages() else [NO_DOCS]
+    # The last part alone too, where its section is named beside it (`explain_docs.find`).
+    names = list(dict.fromkeys([found[0].typed, found[0].typed.rpartition(".")[2]]))
+    section = typed.partition(".")[0] if "." in typed else ""
+    spoken = _documented(names, section) if explain_docs.passages() else [NO_DOCS]
     spoken += [*_section("Code", _code(names)), *_section("Tests", _tests(names))]
     return "\n\n".join([*map(_of_key, found), *spoken])
   context, _, last = typed.rpartition(".")
@@ -85,24 +87,11 @@ def _wrapped(text: str, indent: str = "") -> str:
                        break_on_hyphens=False)
 
 
-# ----------------------------------------------------------------------------------------------
-# What docs say.
-
-
 def _names_of_metric(name: str) -> list[str]:
   """As it is logged, and as docs may write it: rewards/<name>/mean."""
   logged = re.sub(r"^eval/[^/]+/", "", name)
   parts = logged.split("/")
   return [logged, *("/".join([*parts[:i], "<name>", *parts[i + 1:]]) for i in range(1, len(parts)))]
-
-
-def _names_of_key(typed: str) -> list[str]:
-  """A key in full; its last part too, where its section is named beside it (`explain_docs.find`)."""
-  return [typed, *([typed.rpartition(".")[2]] if "." in typed else [])]
-
-
-def _section_of(typed: str) -> str:
-  return typed.rpartition(".")[0].partition(".")[0]
 
 
 def _documented(names: list[str], context: str) -> list[str]:
@@ -126,10 +115,6 @@ def _text(passage: Passage) -> str:
   text = re.sub(r"\*\*(.*?)\*\*", r"\1", text).replace("`$", "").replace("$`", "").replace("`", "").replace("\\|", "|")
   first, *others = text.split("\n")
   return "\n".join([_wrapped(first, "  "), *(f"  {line}" for line in others)])
-
-
-# ----------------------------------------------------------------------------------------------
-# Code and tests that have a name.
 
 
 def _code(names: list[str]) -> list[str]:
@@ -168,10 +153,6 @@ def _files(folder: str) -> dict[str, list[str]]:
   """{file: its lines} of the Python files of a folder of the checkout, but for those about explanations."""
   return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").splitlines()
           for path in sorted((ROOT / folder).rglob("*.py")) if path.parent.name != "explain"}
-
-
-# ----------------------------------------------------------------------------------------------
-# A config key.
 
 
 def find_keys(typed: str) -> list[Key]:

@@ -3,7 +3,5 @@
 from trainer import startup
 from trainer.export import command
 
-__doc__ = command.__doc__  # what --help prints
-
 if __name__ == "__main__":
   startup.run(command, uses_devices=False)

@@ -307,11 +307,7 @@ def _generation(out: Path, source: Mapping[str, Any], bos_id: int | None,
   return {**generation, **{key: value for key, value in known.items() if value is not None}}, ends
 
 
-# ---------------------------------------------------------------------------------------------- command line
-
-
 def _define_flags() -> None:
-  """Only for the command: another program that imports this module has a --workdir of its own."""
   flags.DEFINE_string("workdir", None, "The run's folder.")
   flags.DEFINE_string("out", None, "The folder to write, made if missing.")
   flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")

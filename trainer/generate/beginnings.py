@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.generate.kept import in_common
+
 # Tokens that prompts have in common, at least: fewer are as soon run again.
 LEAST = 64
 
@@ -37,7 +39,7 @@ def groups(prompts: Sequence[np.ndarray], least: int) -> list[tuple[int, list[in
   """
   order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
   # Prompts that have a beginning in common stand side by side: common[j] is that of order[j] and the one before it.
-  common = np.array([0] + [_in_common(prompts[one], prompts[other])
+  common = np.array([0] + [in_common(prompts[one][:-1], prompts[other][:-1])
                            for one, other in zip(order, order[1:], strict=False)], np.int64)
   saved, first = np.zeros(len(order) + 1, np.int64), np.arange(-1, len(order))
   for end in range(1, len(order) + 1):
@@ -56,10 +58,3 @@ def groups(prompts: Sequence[np.ndarray], least: int) -> list[tuple[int, list[in
       found.append((int(common[begin + 1:end].min()), sorted(order[begin:end])))
     end = begin
   return found[::-1]
-
-
-def _in_common(one: np.ndarray, other: np.ndarray) -> int:
-  """How many tokens both begin with, but for the last of either."""
-  n = min(len(one), len(other)) - 1
-  differ = np.flatnonzero(one[:n] != other[:n])
-  return int(differ[0]) if len(differ) else max(n, 0)

@@ -85,10 +85,7 @@ def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None =
 
 def _restore(config: Any, model: Any, mesh: jax.sharding.Mesh, folder: Path) -> Any:
   """The parameters in a checkpoint; under adapters it leaves out the base, which is made as the run made it."""
-  abstract = model.abstract_params()
-  placed = tree.flatten(mesh_lib.param_shardings(abstract, mesh, config.sharding_rules)[0])
-  wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
-            for path, leaf in tree.flatten(abstract).items()}
+  wanted = tree.flatten(mesh_lib.placed_shapes(model.abstract_params(), mesh, config.sharding_rules))
   saved = checkpoint.param_shapes(folder)
   base = {path: leaf for path, leaf in wanted.items() if path not in saved and config.model.lora.rank
           and not lora.is_adapter(path)}
@@ -125,11 +122,7 @@ def load_folder(folder: str | Path, mesh: jax.sharding.Mesh, *, template: str | 
 
 
 def check_given(given: Any) -> None:
-  """Refuses flags of `startup.define_model_flags` that name no model, or two.
-
-  Raises:
-    ConfigError: naming them.
-  """
+  """Refuses flags of `startup.define_model_flags` that name no model, or two. Raises ConfigError, naming them."""
   if (given.workdir is None) == (given.hf is None):
     raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
   if given.hf and given.step is not None:
@@ -160,9 +153,6 @@ def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str | Im
     ConfigError, DataError: see `Prompter.text`.
   """
   return loaded.prompter.text(text + loaded.prefix_end if images else text, where, images)
-
-
-# ---------------------------------------------------------------------------------------------- output
 
 
 class Printed:
@@ -272,11 +262,7 @@ def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], option
     print(stop.text(completion))
 
 
-# ---------------------------------------------------------------------------------------------- command line
-
-
 def _define_flags() -> None:
-  """Only for the command: another program that imports this module has a --workdir of its own."""
   startup.define_model_flags()
   flags.DEFINE_multi_string("prompt", None, "A text to continue; with --chat what the user says. May be repeated.")
   flags.DEFINE_multi_string("image", [], "The file of an image that prompts are about. May be repeated.")

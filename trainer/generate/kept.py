@@ -96,7 +96,7 @@ class Kept:
     length, whole, found = 0, False, None
     for text in self._texts:
       if text.shown == shown:
-        n = _in_common(text.ids, ids[:-1])
+        n = in_common(text.ids, ids[:-1])
         of_all = n == len(text.ids)
         usable = of_all or self._least is not None and text.beginnings and n >= self._least
         if usable and (n, of_all) > (length, whole):
@@ -147,7 +147,7 @@ class Kept:
     return len({id(text) for text in (*self._texts, *self._lent)})
 
 
-def _in_common(one: np.ndarray, other: np.ndarray) -> int:
+def in_common(one: np.ndarray, other: np.ndarray) -> int:
   """How many tokens both begin with."""
   n = min(len(one), len(other))
   differ = np.flatnonzero(one[:n] != other[:n])

@@ -47,7 +47,7 @@ from trainer.generate.kept import Held, Kept, KeptText
 from trainer.generate.prefill import Prefill
 from trainer.generate.sampling import Options
 from trainer.generate.slots import MIN_SLOTS, NO_ROWS, Rows, Sizes, Texts, Waiting
-from trainer.generate.stop_strings import NOTHING, Automaton
+from trainer.generate.stop_strings import NOTHING, Automaton, StopStrings
 
 # Rows that would take less are not in pages: a model of 0.1 million parameters took 1.25 times as long with them.
 MIN_PAGED_BYTES = 2 ** 26
@@ -164,27 +164,16 @@ class Sampler:
           read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)), automaton, rows.table)
       chunk = Chunk(*(None if part is None else np.asarray(part) for part in chunk))
       for row in rows.busy():
-        drawn = chunk.counts_B[row] - rows.counts[row]
-        ids = chunk.tokens_BxC[row, :drawn]
-        reason, string = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length", None
-        if reason == "length" and stop is not None and chunk.strings_B[row] >= automaton.found:
-          reason, string = "stop", stop.strings[chunk.strings_B[row] - automaton.found]
-        logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
-        experts = None
-        if self._record:
-          before_it = () if rows.counts[row] else (of_prompts[rows.owners[row][0]],)
-          experts = np.concatenate([*before_it, chunk.experts_BxCxLxk[row, :drawn]])
-        part = Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts,
-                          waiting.reused[rows.owners[row][0]])
+        part = self._part(chunk, row, rows, waiting, stops, stop, of_prompts)
         if request.kept is not None and waiting.keep[part.prompt]:
           sampled.setdefault(rows.owners[row], []).append(part)
-          if reason:
+          if part.finish_reason:
             parts = sampled.pop(rows.owners[row])
-            if request.kept.takes(reason):
+            if request.kept.takes(part.finish_reason):
               self._keep(request.kept, state, rows, row, waiting, joined(parts))
         yield part
         rows.counts[row] = chunk.counts_B[row]
-        if reason:
+        if part.finish_reason:
           rows.end(row)
     if request.held is not None and any(rows.owners):
       request.held.put(state, rows, {waiting.name(*rows.owners[row], rows.counts[row]): row for row in rows.busy()})
@@ -272,6 +261,22 @@ class Sampler:
       state = self._program("resize", before, rows.sizes)(state, *rows.grown(before))
     begin = self._program("begin", rows.sizes, (*sizes, M))
     return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M, counts_M, strings_M), rows.table)
+
+  def _part(self, chunk: Chunk, row: int, rows: Rows, waiting: Waiting, stops: np.ndarray, stop: StopStrings | None,
+            of_prompts: dict[int, np.ndarray]) -> Completion:
+    """What a chunk of decoding steps has added to the text of a row."""
+    drawn = chunk.counts_B[row] - rows.counts[row]
+    ids = chunk.tokens_BxC[row, :drawn]
+    reason, string = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length", None
+    if reason == "length" and stop is not None and chunk.strings_B[row] >= stop.automaton.found:
+      reason, string = "stop", stop.strings[chunk.strings_B[row] - stop.automaton.found]
+    logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
+    experts = None
+    if self._record:
+      before_it = () if rows.counts[row] else (of_prompts[rows.owners[row][0]],)
+      experts = np.concatenate([*before_it, chunk.experts_BxCxLxk[row, :drawn]])
+    return Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts,
+                      waiting.reused[rows.owners[row][0]])
 
   def _keep(self, kept: Kept, state: State, rows: Rows, row: int, waiting: Waiting, completion: Completion) -> None:
     """Keeps the text of a row whose completion has ended."""

@@ -37,7 +37,6 @@ class Automaton(NamedTuple):
   moves_SxC: np.ndarray
   found: int
 
-
   def after(self, ids: np.ndarray) -> int:
     """The state of a text of these ids, in which nothing is complete."""
     state = 0

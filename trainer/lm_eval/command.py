@@ -124,9 +124,6 @@ def _manager(include_path: str | None) -> Any:
   return TaskManager(include_path=include_path)
 
 
-# ---------------------------------------------------------------------------------------------- command line
-
-
 def _define_flags() -> None:
   startup.define_model_flags()
   flags.DEFINE_list("tasks", None, "Tasks, groups or tags of lm_eval, separated by commas.")

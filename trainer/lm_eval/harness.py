@@ -7,7 +7,9 @@ template has written. Log-probs are those of the trainer (trainer/strategies/log
 B rows, T tokens of a row, K targets of a row.
 """
 
+import collections
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -193,11 +195,8 @@ class Harness(TemplateLM):
   def _generate(self, contexts: list[str], options: dict[str, Any], until: tuple[str, ...], new: int) -> list[str]:
     stop = StopStrings(self._texts, until, keep=True)
     # The same context several times (`repeats`) is to be answered in different ways.
-    seen: dict[str, int] = {}
-    samples = []
-    for context in contexts:
-      samples.append([seen.get(context, 0)])
-      seen[context] = samples[-1][0] + 1
+    times = collections.defaultdict(itertools.count)
+    samples = [[next(times[context])] for context in contexts]
     prompts = [self.tok_encode(context)[-(self.max_length - new):] or [self.prefix_token_id] for context in contexts]
     completions = self._sampler.generate(self.params, prompts, samples=samples, max_new_tokens=new,
                                          stop_ids=self._prompter.stop_ids, **stop.options, **options)

@@ -50,12 +50,7 @@ class Fixture:
   def changed(self, **changed: Any) -> ConfigDict:
     """The config with other values; `model__scan_layers` stands for config.model.scan_layers."""
     config = self.config.copy_and_resolve_references().unlock()
-    for key, value in changed.items():
-      *path, leaf = key.split("__")
-      node = config
-      for name in path:
-        node = node[name]
-      node[leaf] = value
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changed.items()})
     return config.lock()
 
   def _value(self, key: str) -> Any:

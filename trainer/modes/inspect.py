@@ -233,12 +233,9 @@ def parameter_table(abstract: Any, mesh: Any, rules: Any) -> str:
     axes = ", ".join("·" if axis is None else str(axis) for axis in placed[path].spec) or "·"
     rows.append((path, "×".join(map(str, leaf.shape)), leaf.dtype.name, axes, f"{part / 1e6:.3f}"))
     total, local = total + leaf.size, local + part
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  lines = ["  ".join([*(c.ljust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1].rjust(widths[-1])])
-           for row in rows]
   mesh_shape = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-  lines.append(f"{total:,} parameters, {local / 1e6:.3f} MB on each of {mesh.size} device(s) ({mesh_shape})")
-  return "\n".join([*lines, *notes])
+  whole = f"{total:,} parameters, {local / 1e6:.3f} MB on each of {mesh.size} device(s) ({mesh_shape})"
+  return "\n".join([terminal.table(rows, left=range(4)), whole, *notes])
 
 
 def histogram_bins(lengths: np.ndarray, count: int = 20) -> tuple[np.ndarray, np.ndarray]:

@@ -76,21 +76,14 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
     print(f"{given.batch_size} rows of {given.seq_len} tokens, float32, {STEPS} steps; what they print: {log}",
           flush=True)
     with open(log, "w", encoding="utf-8") as file:
-
-      def result(made: Result) -> None:
-        results.append(made)
-        print(made.line(), flush=True)
-
       with contextlib.redirect_stdout(file):
         fixture, straight = _straight(given, Path(folder), workdir)
-      for check in invariances.CHECKS:
+      resumed = invariances.Check("I5", f"arrays of the state: {STEPS} steps, {STOP} + {STEPS - STOP}", 0,
+                                  lambda _: _resumed(given, Path(folder), workdir, straight))
+      for check in (*invariances.CHECKS, resumed):
         with contextlib.redirect_stdout(file):
-          made = _measured(check, fixture)
-        result(made)
-      check = invariances.Check("I5", f"arrays of the state: {STEPS} steps, {STOP} + {STEPS - STOP}", 0, None)
-      with contextlib.redirect_stdout(file):
-        made = _measured(check._replace(measure=lambda _: _resumed(given, Path(folder), workdir, straight)), fixture)
-      result(made)
+          results.append(_measured(check, fixture))
+        print(results[-1].line(), flush=True)
   (workdir / "verify" / "results.json").write_text(
       json.dumps([made._asdict() for made in results], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
   counts = {status: sum(made.status == status for made in results) for status in ("PASS", "FAIL", "SKIP")}

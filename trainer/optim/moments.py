@@ -98,14 +98,6 @@ class Moments:
     return [(name, form) for name, form in named if name in state and form != "float32"]
 
 
-def make_moments(precision: Any, seed: int) -> Moments:
-  """The `Moments` of the config section `precision`; None: float32."""
-  if precision is None:
-    return Moments()
-  first, second = precision.moments, precision.second_moments or precision.moments
-  return Moments(first, second, seed)
-
-
 # ---------------------------------------------------------------------------------------------- stochastic rounding
 
 

@@ -16,14 +16,11 @@ HOST = "pinned_host"
 
 
 def check(mesh: Any, what: str) -> None:
-  """Refuses a backend whose devices cannot reach the host's memory.
+  """Refuses a backend whose devices cannot reach the host's memory. Raises ConfigError, naming the backend.
 
   Args:
     mesh: of devices, or an AbstractMesh, which stands for any.
     what: the config key that asks for it, with its value.
-
-  Raises:
-    ConfigError: naming the backend.
   """
   if not isinstance(mesh, jax.sharding.Mesh):
     return

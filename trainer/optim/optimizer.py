@@ -25,7 +25,7 @@ from trainer import tree as tree_lib
 from trainer.config import defaults
 from trainer.errors import ConfigError
 from trainer.optim import mup
-from trainer.optim.moments import Moments, make_moments, rounding_bits, to_bfloat16
+from trainer.optim.moments import Moments, rounding_bits, to_bfloat16
 from trainer.optim.schedules import Schedule, Step, ToSteps, make_schedule
 from trainer.optim.transforms import Direction, adafactor, adam, lion, muon, sgd
 
@@ -226,7 +226,9 @@ def make_optimizer(
   notes = [f"{name}: {_count(paths, shapes)}" for name, (paths, _) in parts.items()]
   if len(trained) < len(shapes):
     notes.append(f"frozen: {_count(shapes.keys() - trained.keys(), shapes)}")
-  moments = make_moments(precision, seed)
+  moments = Moments()
+  if precision is not None:
+    moments = Moments(precision.moments, precision.second_moments or precision.moments, seed)
   if moments.reduced:
     notes.append(f"moments: first in {moments.first}, second in {moments.second}")
   return Optimizer(cfg.name, cfg.learning_rate, cfg.weight_decay, schedule, rules, parts, tuple(notes), moments,

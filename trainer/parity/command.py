@@ -115,7 +115,6 @@ def comparable(config: ConfigDict) -> list[str]:
 
 
 def _define_flags() -> None:
-  """Only for the command."""
   config_flags.DEFINE_config_file("config", None, "Config file of the run.", lock_config=True)
   flags.DEFINE_string("workdir", None, "Folder for both sides, made if missing.")
   flags.DEFINE_integer("steps", 20, "Steps to compare.", lower_bound=1)
@@ -124,7 +123,6 @@ def _define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  """Runs the command."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}")
   config, notes = config_typed.of_flag(flags.FLAGS["config"])

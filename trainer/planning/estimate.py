@@ -124,9 +124,8 @@ class Planner:
     """The program with that remat (None: the config's), on one device, and what a row of it costs."""
     remat = self.config.remat if remat is None else remat
     if remat not in self._programs:
-      config = self.config.copy_and_resolve_references()
+      config = _with_remat(self.config, remat)
       with config.unlocked():
-        config.remat = remat
         # Not a kernel that only its own backend can trace; what attention keeps and multiplies is the same.
         config.model.attention = "blocked"
       model = program_lib.make_model(config, self.vocab_size)
@@ -170,7 +169,8 @@ class Planner:
     split = sum(leaf.size for leaf, _ in placed.parts.values()) / sum(part for _, part in placed.parts.values())
     layer = max(0.0, unremat.kept - cost.kept - cost.host) / max(1, model.num_layers) + a.in_flight * unremat.largest
     chunk = model.vocab_size / max(1, math.ceil(model.vocab_size / model.vocab_chunk))
-    logits = config.seq_len * (chunk * 4 * a.logit_arrays + 4 * _width(model))
+    width = getattr(getattr(model, "spec", None), "hidden_size", 0)
+    logits = config.seq_len * (chunk * 4 * a.logit_arrays + 4 * width)
     per_row = (cost.kept + max(layer, logits)) / across
     memory = {
         "parameters": placed.bytes["params"],
@@ -291,10 +291,6 @@ def _rows_of_whole_blocks(config: Any) -> int:
   moe = config.model.moe
   blocks = 2 * grouped.MAX_BLOCK * moe.num_experts
   return math.ceil(blocks / (moe.experts_per_token * config.seq_len)) if moe.num_experts else 1
-
-
-def _width(model: Any) -> int:
-  return getattr(getattr(model, "spec", None), "hidden_size", 0)
 
 
 def _with_remat(config: Any, remat: str) -> Any:

@@ -3,11 +3,11 @@
 With one DIR, a run's --workdir, it writes DIR/report.html; with several, comparison.html where you are.
 """
 
-import sys
 from pathlib import Path
 
 from absl import app, flags, logging
 
+from trainer import startup
 from trainer.errors import ConfigError
 from trainer.report import compare, page
 
@@ -23,13 +23,10 @@ def main(argv: list[str]) -> None:
   workdirs, out = [*argv[1:], *flags.FLAGS.workdir], flags.FLAGS.out
   if not workdirs:
     raise app.UsageError("give the folder of a run, as in: python -m trainer.report runs/quickstart")
-  try:
+  with startup.one_message(ConfigError, OSError):
     if out is not None and Path(out).is_dir():
       raise ConfigError(f"--out {out} is a folder; give a file, e.g. {Path(out) / COMPARISON}.")
     written = page.write(workdirs[0], out) if len(workdirs) == 1 else compare.write(workdirs, out or COMPARISON)
-  except (ConfigError, OSError) as error:
-    logging.debug("Traceback:", exc_info=True)
-    sys.exit(f"\n{type(error).__name__}: {error}")
   print(written)
 
 

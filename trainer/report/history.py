@@ -199,10 +199,6 @@ def sequence(tree: Any, *path: str | int) -> Sequence[Any]:
   return found if isinstance(found, list) else ()
 
 
-# ----------------------------------------------------------------------------------------------
-# How it stands.
-
-
 class Status(NamedTuple):
   """`kind`: finished | stopped | error | open (it runs, or was killed). `step`: the last that is known."""
 
@@ -243,10 +239,7 @@ def status(history: History) -> Status:
 def last_end(workdir: Path) -> dict[str, Any]:
   """What the run.json of a run says of the end of its last process, `how` (finished, stopped, error) among it; {}:
   nothing."""
-  try:
-    return json.loads((workdir / RUN).read_text(encoding="utf-8"))["starts"][-1]["end"] or {}
-  except (OSError, ValueError, KeyError, IndexError, TypeError):
-    return {}
+  return dict(mapping(_json(workdir / RUN, dict, []), "starts", -1, "end"))
 
 
 def integer(value: Any) -> int | None:

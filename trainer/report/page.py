@@ -118,10 +118,6 @@ def tiles(history: History, state: Status) -> list[tuple[str, Any]]:
   return [(what, pages.join([value, " ", tag("small", note)])) for what, value, note in found]
 
 
-# ----------------------------------------------------------------------------------------------
-# Notes, evaluations, time.
-
-
 def notes(rows: Sequence[dict[str, Any]] | None) -> list[Any]:
   """The notes by kind and name, the grave ones first."""
   if rows is None:
@@ -197,10 +193,6 @@ def time_split(history: History) -> list[Any]:
   note = ("Everything else is setting up, the time when no process ran, and steps that were lost with their process."
           if wall else "Of the windows between rows of metrics; the run has not said more.")
   return [tag("h3", "Where the time went"), table(["kind", "time", "share"], rows, "Time by kind"), dim(note)]
-
-
-# ----------------------------------------------------------------------------------------------
-# Data, equalities, config, what ran.
 
 
 def audit(history: History) -> list[Any]:

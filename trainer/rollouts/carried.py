@@ -173,9 +173,6 @@ def metrics(groups: Sequence[Group], rest: Sequence[Group], ages: Ages) -> dict[
   return found
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
 def saved(groups: Sequence[Group], name: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
   """(JSON-able, {name of an array, which begins with `name`: it}), from which `restored` makes them again."""
   meta = [{"number": group.number, "seed": group.seed, "texts": [
@@ -185,12 +182,14 @@ def saved(groups: Sequence[Group], name: str) -> tuple[list[dict[str, Any]], dic
   return meta, {f"{name}{key}": np.concatenate([getattr(text, key) for text in texts]) for key in ARRAYS if texts}
 
 
-def restored(meta: Iterable[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], name: str) -> list[Group]:
+def restored(meta: Iterable[Mapping[str, Any]], arrays: dict[str, np.ndarray], name: str) -> list[Group]:
+  """The groups, whose arrays are taken out of `arrays`."""
+  whole = {key: np.asarray(arrays.pop(f"{name}{key}")) for key in ARRAYS if f"{name}{key}" in arrays}
   begin, groups = 0, []
   for group in meta:
     texts = []
     for count, reason, string in group["texts"]:
-      parts = {key: np.asarray(arrays[f"{name}{key}"])[begin:begin + count] for key in ARRAYS if count}
+      parts = {key: whole[key][begin:begin + count] for key in ARRAYS if count}
       texts.append(NO_TEXT._replace(**parts, finish_reason=reason, stop_reason=string))
       begin += count
     groups.append(Group(group["number"], group["seed"], texts))

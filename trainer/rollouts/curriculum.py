@@ -105,11 +105,7 @@ class Curriculum:
 
 
 def check(config: Any, rewarded: bool) -> None:
-  """Refuses options that cannot work.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses options that cannot work. Raises ConfigError."""
   c = config.rollout
   if c.curriculum_target is None:
     return

@@ -98,7 +98,8 @@ class Episodes:
         called once, with `more(ended, idle)` (`trainer.generate.completion.More`), which it tells what has ended since
         the last time.
     """
-    in_thread = self._workers > 1 or bool(self._tools) or self._turn_share < 1 or _is_async(self._make)
+    is_async = any(inspect.iscoroutinefunction(getattr(self._make, method, None)) for method in ("reset", "step"))
+    in_thread = self._workers > 1 or bool(self._tools) or self._turn_share < 1 or is_async
     groups = [[Playing(item, sample, Calls(self._seconds, in_thread)) for sample in range(group_size)]
               for item in items]
     everyone = [episode for group in groups for episode in group]
@@ -307,10 +308,6 @@ def _checked(cls: type, name: str) -> type:
                       "reset(prompt, **columns) and step(completion), or a function that asks the policy itself; see "
                       "docs/rewards.md.")
   return cls
-
-
-def _is_async(cls: Any) -> bool:
-  return any(inspect.iscoroutinefunction(getattr(cls, method, None)) for method in ("reset", "step"))
 
 
 def _shown(prompt: str | list[dict], most: int = 200) -> str:

@@ -205,43 +205,38 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   extra = {"advantages": np.zeros(batch["segment_roles"].shape, np.float32), "behavior_logprobs": zeros_BxT,
            "places": np.full(zeros_BxT.shape, -1), INDEX: np.full(zeros_BxT.shape, NOBODY, np.int32)}
   batch |= {key: extra.get(key, zeros_BxT + np.nan) for key in keys}
-  of_tokens = {name: values_n for name, values_n in (of_tokens or {}).items() if name in keys}
   shown = _shown(experience, rows, layout, images or {}, added or {})
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
   frames = max((part.frames for part in shown.values()), default=1)
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most), frames)
-  routed = experience.experts
   if form.routing is not None:
     batch[form.experts] = np.full((*zeros_BxT.shape, *form.routing), -1, np.int16)
+  of_tokens = {"tokens": experience.tokens, "loss_weights": experience.weights, form.experts: experience.experts,
+               "behavior_logprobs": experience.logprobs, "places": np.arange(len(experience.tokens)),
+               **(of_tokens or {})}
+  of_tokens = {name: values_n for name, values_n in of_tokens.items() if name in batch and values_n is not None}
   for row, sequences in enumerate(rows):
     batch["source_ids"][row] = experience.sources[sequences[0]]
     shared, begin = _put_prompts(batch, row, [prompts[sequence] for sequence in sequences])
-    if form.routing is not None and routed is not None and shared:
+    if form.experts in of_tokens and shared:
       first_of = {prompts[sequence]: int(starts[sequence]) for sequence in reversed(sequences)}
-      of_prompts = [routed[first_of[prompt]:][:len(prompt) // experience.tokens.itemsize] for prompt in shared]
+      of_prompts = [experience.experts[first_of[prompt]:][:len(prompt) // experience.tokens.itemsize]
+                    for prompt in shared]
       batch[form.experts][row, :begin] = np.concatenate(of_prompts)
     first_image = 0
     for segment, sequence in enumerate(sequences):
       first = len(prompts[sequence]) // experience.tokens.itemsize if prompts[sequence] in shared else 0
       size, start = int(experience.lengths[sequence]) - first, int(starts[sequence]) + first
       place, taken = slice(begin, begin + size), slice(start, start + size)
-      batch["tokens"][row, place] = experience.tokens[taken]
+      for name, values_n in of_tokens.items():
+        batch[name][row, place] = values_n[taken]
       batch["positions"][row, place] = first + np.arange(size)
       batch["segment_ids"][row, place] = segment + 1
       if first:
         batch["prompt_ids"][row, place] = shared[prompts[sequence]]
-      batch["loss_weights"][row, place] = experience.weights[taken]
-      if form.routing is not None and routed is not None:
-        batch[form.experts][row, place] = routed[taken]
       batch["segment_roles"][row, segment] = roles[sequence]
       if "advantages" in keys:
         batch["advantages"][row, segment] = experience.advantages[sequence]
-      if "behavior_logprobs" in keys:
-        batch["behavior_logprobs"][row, place] = experience.logprobs[taken]
-      for name, values_n in of_tokens.items():
-        batch[name][row, place] = values_n[taken]
-      if "places" in keys:
-        batch["places"][row, place] = np.arange(taken.start, taken.stop)
       image_tokens.put(layout, batch, shown[sequence], row, begin, first_image)
       begin, first_image = begin + size, first_image + len(shown[sequence].images)
   return batch

@@ -16,11 +16,7 @@ ENVIRONMENT = "environment"
 
 
 def check(config: Any) -> None:
-  """Refuses rollouts that cannot be, before any device work.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses rollouts that cannot be, before any device work. Raises ConfigError."""
   c, strategy = config.rollout, strategies.of(config)
   if not c.num_prompts:
     return
@@ -49,59 +45,23 @@ def check(config: Any) -> None:
   options.check("rollout.")
   if options.temperature == 0:
     raise ConfigError("rollout.temperature is 0: all completions of a prompt would be the same. Use 1.0, say.")
-  if strategy.data == "rollouts" and options.truncated:
-    raise ConfigError(
-        f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
-        "distribution, but the loss is of log-probs of the whole one, so that its gradient would be that of another "
-        "policy. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
-  if strategy.data == "rollouts" and (problem := advantages.mismatch(*advantages.kinds(config.strategy))):
-    raise ConfigError(f"strategy: {problem}")
-  if alone and c.resample:
-    raise ConfigError(f"rollout.resample is {c.resample}, but strategy {config.strategy.name!r} learns from every "
-                      "completion, whatever its reward: there is nothing to replace. Use 0.")
-  if strategy.rewarded and not len(c.rewards) and c.environment is None:
-    raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
-                      'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
-  if c.environment is not None and c.tools:
-    raise ConfigError("rollout.tools are answered by an environment of their own, and there is rollout.environment. "
-                      "Use one of them; an environment may make calls itself.")
-  if not 0 < c.turn_share <= 1:
-    raise ConfigError(f"rollout.turn_share is {c.turn_share}; it must be above 0, and 1 at most.")
-  if c.turn_share < 1 and c.environment is None and not c.tools:
-    raise ConfigError(f"rollout.turn_share is {c.turn_share}, but nothing answers completions, so that each has one "
-                      "turn: give rollout.environment or rollout.tools, or use --config.rollout.turn_share=1.")
-  if c.kept_texts and c.environment is None and not c.tools:
-    raise ConfigError(f"rollout.kept_texts is {c.kept_texts}, but nothing answers completions, and no text goes on: "
-                      "give rollout.environment or rollout.tools, or use --config.rollout.kept_texts=0.")
   if c.share_beginnings and c.in_flight:
     raise ConfigError("rollout.share_beginnings and rollout.in_flight exclude each other: a prompt would go on with "
                       "newer parameters from a beginning that older ones ran. Leave one of them out.")
   for key, section in c.rewards.items():
-    rewards.check(key, section)
-  if ENVIRONMENT in c.rewards and c.environment is not None:
-    raise ConfigError(f"rollout.rewards.{ENVIRONMENT} has the name of what rollout.environment gives, in metrics and "
-                      "tables. Give that function another name.")
+    rewards.make(key, section)
   if config.input.batch_size_stages:
     raise ConfigError("input.batch_size_stages has no effect on rollouts, whose steps take as many rows as their "
                       "completions need. Remove it.")
-  if "precompute" in config.strategy and config.strategy.precompute:
-    raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
-  if config.strategy.get("teacher") == ROWS:
-    raise ConfigError(f"strategy.teacher is {ROWS!r}, but no row says what a teacher expects where the student "
-                      "will have said something else. Name a model as teacher.")
-  if config.strategy.get("cached_top_k"):
-    raise ConfigError(f"strategy.cached_top_k is {config.strategy.cached_top_k}, but what the student will say in "
-                      "rollouts is not known before: the teacher has to be there. Use 0.")
+  _check_strategy(config, options.truncated)
+  _check_environment(c)
 
 
 def check_devices(config: Any) -> None:
-  """Refuses what the devices and processes of the run cannot do at once, as soon as they are known.
+  """Refuses what the devices and processes of the run cannot do at once, as soon as they are known. Raises ConfigError.
 
   Each device takes programs in the order in which they come to it. From two threads that may be one order here and
   another there, and where a program's parts wait for one another, all wait for ever.
-
-  Raises:
-    ConfigError: naming the key.
   """
   c, count = config.rollout, jax.process_count()
   if not c.num_prompts:
@@ -132,6 +92,48 @@ def routing(config: Any, model: Any) -> tuple[int, int] | None:
   """Layers with experts, and experts of a token, where those of sampled tokens are recorded; else None."""
   c = config.rollout
   return getattr(model, "routing", None) if c.num_prompts and c.engine is None and not c.carry_over else None
+
+
+def _check_strategy(config: Any, truncated: bool) -> None:
+  """Refuses what the strategy cannot learn from; `truncated`: some tokens are never sampled."""
+  c, strategy = config.rollout, strategies.of(config)
+  if strategy.data == "rollouts" and truncated:
+    raise ConfigError(
+        f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
+        "distribution, but the loss is of log-probs of the whole one, so that its gradient would be that of another "
+        "policy. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
+  if strategy.data == "rollouts" and (problem := advantages.mismatch(*advantages.kinds(config.strategy))):
+    raise ConfigError(f"strategy: {problem}")
+  if (strategy.critic or not strategy.rewarded) and c.resample:
+    raise ConfigError(f"rollout.resample is {c.resample}, but strategy {config.strategy.name!r} learns from every "
+                      "completion, whatever its reward: there is nothing to replace. Use 0.")
+  if strategy.rewarded and not len(c.rewards) and c.environment is None:
+    raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
+                      'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
+  if "precompute" in config.strategy and config.strategy.precompute:
+    raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+  if config.strategy.get("teacher") == ROWS:
+    raise ConfigError(f"strategy.teacher is {ROWS!r}, but no row says what a teacher expects where the student "
+                      "will have said something else. Name a model as teacher.")
+  if config.strategy.get("cached_top_k"):
+    raise ConfigError(f"strategy.cached_top_k is {config.strategy.cached_top_k}, but what the student will say in "
+                      "rollouts is not known before: the teacher has to be there. Use 0.")
+
+
+def _check_environment(c: Any) -> None:
+  """Refuses an environment beside what takes its place, and what is of no use without one."""
+  if c.environment is not None and c.tools:
+    raise ConfigError("rollout.tools are answered by an environment of their own, and there is rollout.environment. "
+                      "Use one of them; an environment may make calls itself.")
+  if not 0 < c.turn_share <= 1:
+    raise ConfigError(f"rollout.turn_share is {c.turn_share}; it must be above 0, and 1 at most.")
+  for key, unset, why in (("turn_share", 1, "so that each has one turn"), ("kept_texts", 0, "and no text goes on")):
+    if c[key] != unset and c.environment is None and not c.tools:
+      raise ConfigError(f"rollout.{key} is {c[key]}, but nothing answers completions, {why}: give rollout.environment "
+                        f"or rollout.tools, or use --config.rollout.{key}={unset}.")
+  if ENVIRONMENT in c.rewards and c.environment is not None:
+    raise ConfigError(f"rollout.rewards.{ENVIRONMENT} has the name of what rollout.environment gives, in metrics and "
+                      "tables. Give that function another name.")
 
 
 def _check_devices(c: Any) -> None:

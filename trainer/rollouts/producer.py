@@ -110,7 +110,6 @@ class Rollout(NamedTuple):
     own = {key.removeprefix(name): part for key, part in arrays.items() if key.startswith(name)}
     signal, rates = meta["no_signal"], own.pop(SAVED, None)
     carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
-    own = {key: part for key, part in own.items() if not key.startswith(CARRIED)}
     return Rollout(**dict(meta) | {"rates": rates, "no_signal": None if signal is None else NoSignal(*signal),
                                    "experience": Experience(**own) if own else experience_lib.collect([]),
                                    "carried": carried})

@@ -17,13 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.examples.pairs import AnswerEncoder
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
-from trainer import tree
 from trainer.checkpoints.fingerprint import fingerprint
 from trainer.config import checks as config_checks
 from trainer.config import defaults
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
-from trainer.generate import buckets
+from trainer.generate import buckets, image_tokens
 from trainer.rollouts.reward_pool import Group
 from trainer.rollouts.rewards import MODEL
 from trainer.strategies import sequences, teacher
@@ -134,30 +133,19 @@ class RewardModel:
     found = np.zeros(len(texts), np.float32)
     for start in range(0, len(order), most):
       chosen = order[start:start + most]
-      R = buckets.power(len(chosen), shards)
-      batch = _laid_out([texts[i] for i in chosen], R, buckets.bucket(len(texts[chosen[0]]), LENGTHS))
+      R, T = buckets.power(len(chosen), shards), buckets.bucket(len(texts[chosen[0]]), LENGTHS)
+      batch = image_tokens.batch_of_texts(None, R, T, 0, [texts[i] for i in chosen],
+                                          [image_tokens.PromptImages()] * len(chosen))
+      batch["segment_roles"] = np.ones((R, 1), np.int32)
       placed = mesh_lib.place(batch, mesh_lib.batch_sharding(self._mesh))
       with mesh_lib.activation_rules(self._mesh, self._config.activation_rules):
         found[chosen] = np.asarray(self._scores(self._params, placed))[:len(chosen)]
     return found
 
   def _load(self) -> None:
-    abstract = self._model.abstract_params()
-    placed = tree.flatten(mesh_lib.param_shardings(abstract, self._mesh, self._config.sharding_rules)[0])
-    target = tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
-                             for path, leaf in tree.flatten(abstract).items()})
+    target = mesh_lib.placed_shapes(self._model.abstract_params(), self._mesh, self._config.sharding_rules)
     self._params = teacher.load(self._config, target, self._path, self._key)
     was, self.fingerprint = self.fingerprint, fingerprint(self._params)
     if was not in ("", self.fingerprint):
       raise ConfigError(f"{self._key}: {self._path} has the fingerprint {self.fingerprint}; the model that this run "
                         f"was trained with had {was}. Give that one, as it was.")
-
-
-def _laid_out(texts: Sequence[np.ndarray], R: int, T: int) -> dict[str, np.ndarray]:
-  """A batch of one text a row, rows without one behind them."""
-  batch = {key: np.zeros((R, T), np.int32) for key in ("tokens", "positions", "segment_ids")}
-  for row, text in enumerate(texts):
-    batch["tokens"][row, :len(text)] = text
-    batch["positions"][row, :len(text)] = np.arange(len(text))
-    batch["segment_ids"][row, :len(text)] = 1
-  return batch | {"segment_roles": np.ones((R, 1), np.int32)}

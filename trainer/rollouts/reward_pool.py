@@ -106,11 +106,8 @@ class Scorer:
     self._thread, self._runner = None, None
 
   def check_columns(self, columns: Mapping[str, Any], where: str) -> None:
-    """Refuses a record, at `where`, whose columns some function cannot be called with.
-
-    Raises:
-      DataError: naming the record, the function and the column.
-    """
+    """Refuses a record, at `where`, whose columns some function cannot be called with. Raises DataError, naming the
+    record, the function and the column."""
     for reward in self._rewards.values():
       reward.check_columns(columns, where)
 
@@ -338,16 +335,13 @@ def _pack(group: Group) -> bytes:
     return pickle.dumps((group.prompt, list(group.completions), ids, columns))
   except Exception:  # objects say in their own ways that they cannot be pickled
     for key, value in columns.items():
-      _check_pickles(key, value, group.where)
+      try:
+        pickle.dumps(value)
+      except Exception as e:
+        raise DataError(f"{group.where}: column {key!r}, a {type(value).__name__}, cannot be sent to the processes "
+                        f"that compute rewards ({e}). Make it strings, numbers, lists and dicts, or leave it out of "
+                        "the data.") from e
     raise
-
-
-def _check_pickles(key: str, value: Any, where: str) -> None:
-  try:
-    pickle.dumps(value)
-  except Exception as e:
-    raise DataError(f"{where}: column {key!r}, a {type(value).__name__}, cannot be sent to the processes that compute "
-                    f"rewards ({e}). Make it strings, numbers, lists and dicts, or leave it out of the data.") from e
 
 
 def make_scorer(config: Any, prompts: Any) -> Scorer:

@@ -109,10 +109,6 @@ def _failure(e: BaseException) -> Failure:
   return Failure(type(e).__name__, message, f"{last.filename}:{last.lineno} in {last.name}: {last.line}")
 
 
-# ----------------------------------------------------------------------------------------------
-# The process.
-
-
 def serve(connection: Connection) -> None:
   """Makes the calls that come in, until the other side is gone."""
   os.set_inheritable(connection.fileno(), False)  # else it would stay open with programs that functions start

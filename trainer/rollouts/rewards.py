@@ -168,11 +168,8 @@ class Reward:
   is_async: bool
 
   def check_columns(self, columns: Mapping[str, Any], where: str) -> None:
-    """Refuses a record, at `where`, that lacks a column or has one whose name is taken.
-
-    Raises:
-      DataError: naming the record, the column and what to do.
-    """
+    """Refuses a record, at `where`, that lacks a column or has one whose name is taken. Raises DataError, naming the
+    record, the column and what to do."""
     for key in self.needs:
       if key not in columns:
         raise missing(key, columns, f"{where}: rollout.rewards.{self.name} ({self.kind})")
@@ -193,20 +190,11 @@ class Reward:
     return {**{key: value for key, value in given.items() if self.takes is None or key in self.takes}, **self.options}
 
 
-def check(name: str, cfg: Any) -> None:
-  """Refuses a section `rollout.rewards.<name>` that cannot work, before any device work.
-
-  Raises:
-    ConfigError: an unknown type, a value that is not allowed, an option without effect.
-  """
-  make(name, cfg)
-
-
 def make(name: str, cfg: Any) -> Reward:
   """The reward function that the section `rollout.rewards.<name>` describes.
 
   Raises:
-    ConfigError: see `check`.
+    ConfigError: an unknown type, a value that is not allowed, an option without effect.
   """
   key, defaults = f"rollout.rewards.{name}", plain(reward())
   given = {**defaults, **plain(cfg)}

@@ -220,7 +220,6 @@ class Rollouts:
     waiting = [Rollout.restored(f"ahead{place}_", said, arrays) for place, said in enumerate(meta.get("ahead", ()))]
     own = {key: part for key, part in arrays.items() if not key.startswith("ahead")}
     carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
-    own = {key: part for key, part in own.items() if not key.startswith(CARRIED)}
     if meta["data"] != self.fingerprint:
       if left_off := len(waiting[-1].carried if waiting else carried):
         logging.warning("The prompts are no longer those of the checkpoint: %d groups that had begun are left off.",

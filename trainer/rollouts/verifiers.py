@@ -105,7 +105,9 @@ class _Classic:
   def tasks(self) -> Iterator[tuple[list[dict], Any]]:
     for row in self._env.get_dataset():
       prompt = row["prompt"]
-      yield [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_present(m) for m in prompt], row
+      messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+      # Rows of Arrow have all keys of all messages.
+      yield [{key: value for key, value in message.items() if value is not None} for message in messages], row
 
   async def play(self, task: dict, endpoint: Endpoint) -> float:
     from verifiers.clients import resolve_client
@@ -170,11 +172,6 @@ class _Tasksets:
 def _plain(value: Any) -> Any:
   """A section as dicts."""
   return {key: _plain(part) for key, part in value.items()} if isinstance(value, (Mapping, ConfigDict)) else value
-
-
-def _present(message: Mapping[str, Any]) -> dict:
-  """A message without what its row has not: rows of Arrow have all keys of all messages."""
-  return {key: value for key, value in message.items() if value is not None}
 
 
 @contextlib.contextmanager

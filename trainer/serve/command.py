@@ -56,7 +56,6 @@ def _run(given: Any) -> None:
 
 
 def _define_flags() -> None:
-  """Only for the command."""
   startup.define_model_flags()
   flags.DEFINE_string("name", None, "Of the model, as responses tell it. Default: the folder.")
   flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all.")
@@ -69,5 +68,4 @@ def _define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  """Runs the command."""
   startup.run_given(argv, _run)

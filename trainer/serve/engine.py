@@ -104,10 +104,7 @@ class Engine:
 
   def _work(self) -> None:
     while True:
-      if not self._left:
-        asked = self._waiting.get()
-      else:
-        asked = self._left.pop(0)
+      asked = self._left.pop(0) if self._left else self._waiting.get()
       if asked is None:
         return
       if isinstance(asked, tuple):

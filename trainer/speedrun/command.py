@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import app, flags
 
-from trainer import atomic
+from trainer import atomic, startup
 from trainer.errors import ConfigError
 from trainer.report.history import last_end
 from trainer.sweep import command as sweep
@@ -56,11 +56,8 @@ class Stages:
 
 
 def check(stages: Stages, root: Path, given: Sequence[str]) -> None:
-  """Refuses what some stage would refuse later, before the first one runs; no device is touched.
-
-  Raises:
-    ConfigError: naming the stage.
-  """
+  """Refuses what some stage would refuse later, before the first one runs; no device is touched. Raises ConfigError,
+  naming the stage."""
   for stage in stages.names:
     try:
       config = sweep.config_of(f"{stages.path}:{stage}:{root}", overrides_of(stage, stages.names, given))
@@ -190,7 +187,6 @@ def chat(stages: Stages, workdir: Path) -> None:
 
 
 def _define_flags() -> None:
-  """Only for the command: another program that imports this module has a --config of its own."""
   flags.DEFINE_string("config", "configs/speedrun.py", "A file with STAGES and get_config.")
   flags.DEFINE_string("workdir", None, "Folder of the stages' workdirs; the same folder goes on.", required=True)
   flags.DEFINE_multi_string("set", [], "KEY=VALUE for all stages, or STAGE.KEY=VALUE for one.")
@@ -201,7 +197,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; keys are set by --set=KEY=VALUE")
   given = flags.FLAGS
-  try:
+  with startup.one_message(ConfigError, OSError):
     stages, root = Stages(given.config), Path(given.workdir).expanduser().absolute()
     check(stages, root, given.set)
     root.mkdir(parents=True, exist_ok=True)
@@ -209,7 +205,5 @@ def main(argv: list[str]) -> None:
                for stage in stages.names}
     _write(root / "speedrun.json", {"config": stages.path, "stages": records})
     print(f"\n{terminal.table(table(stages, records))}\n")
-  except (ConfigError, OSError) as error:
-    sys.exit(f"\n{type(error).__name__}: {error}")
   if given.chat:
     chat(stages, root / stages.names[-1])

@@ -123,11 +123,7 @@ def fill_in(config: Any) -> list[str]:
 
 
 def check(config: Any) -> None:
-  """Refuses options that cannot work, before any device is touched.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses options that cannot work, before any device is touched. Raises ConfigError."""
   if config.model.head != of(config).head:
     head = of(config).head
     raise ConfigError(f"model.head is {config.model.head!r}, but strategy {config.strategy.name!r} reads "

@@ -6,6 +6,7 @@ so a cache that is there is found without reading the teacher. It is computed be
 them is larger has the memory for itself.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -91,12 +92,13 @@ def precompute(config: Any, program: Any, datasets: Sequence[Any], workdir: Path
     if before is not None and processes.from_first(all(one.complete for one in of_data)):
       prints[name] = before
     else:
-      params = _load(config, program, model, all_of[name])
+      target = mesh_lib.placed_shapes(model.abstract_params(), program.mesh, config.sharding_rules)
+      params = teacher.load(config, target, all_of[name].path, all_of[name].key)
       prints[name] = fingerprint({"teacher": params})
       if jax.process_index() == 0:
         known.remember(key, prints[name])
       of_data = kept_for(prints[name])
-      compute = jax.jit(_most_probable(model, real, cfg, program.model.vocab_chunk))
+      compute = jax.jit(functools.partial(_most_probable, model, real, cfg, program.model.vocab_chunk))
       for one in of_data:
         reference.complete(one, program, f"teacher {name}".strip(), lambda batch, of=compute, params=params: of(
             params, batch))
@@ -111,20 +113,9 @@ def precompute(config: Any, program: Any, datasets: Sequence[Any], workdir: Path
   return of_all, teachers.KEY
 
 
-def _load(config: Any, program: Any, model: Any, one: teachers.Teacher) -> Any:
-  """Its parameters on the devices."""
-  abstract = model.abstract_params()
-  target = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract,
-                        mesh_lib.param_shardings(abstract, program.mesh, config.sharding_rules)[0])
-  return teacher.load(config, target, one.path, one.key)
-
-
-def _most_probable(model: Any, real: int, cfg: Any, chunk: int) -> Any:
-  """`(params, batch) -> {"ids", "logprobs"}`, where the token stands that is predicted, as weights do."""
-
-  def most_probable(params, batch):
-    side = Side(model.apply(params, batch).hidden, model.unembedding(params), model.final_logit_cap, real)
-    ids, logprobs = top_k.most_probable(side, cfg.cached_top_k, chunk=chunk, temperature=cfg.temperature)
-    return {"ids": jnp.roll(ids, 1, axis=1), "logprobs": jnp.roll(logprobs, 1, axis=1)}
-
-  return most_probable
+def _most_probable(model: Any, real: int, cfg: Any, chunk: int, params: Any, batch: dict[str, jax.Array]
+                   ) -> dict[str, jax.Array]:
+  """`ids` and `logprobs`, where the token stands that is predicted, as weights do."""
+  side = Side(model.apply(params, batch).hidden, model.unembedding(params), model.final_logit_cap, real)
+  ids, logprobs = top_k.most_probable(side, cfg.cached_top_k, chunk=chunk, temperature=cfg.temperature)
+  return {"ids": jnp.roll(ids, 1, axis=1), "logprobs": jnp.roll(logprobs, 1, axis=1)}

@@ -127,7 +127,6 @@ def fill_in(config: Any) -> list[str]:
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   """Refuses options that cannot work."""
-  del grad_accum_steps
   for key, allowed in (("loss", LOSSES), ("pooling", tuple(similarity.POOLINGS)), ("text_ends", ENDS)):
     one_of(f"strategy.{key}", cfg[key], allowed)
   if not 0 < cfg.temperature < float("inf"):

@@ -27,6 +27,15 @@ NAME = "critic"
 START = "start"
 
 
+def _of_policy(name: str) -> Any:
+  """The method of the policy, of whose parameters the critic's are taken away."""
+
+  def method(self: "ActorCritic", params: api.Params, *args: Any, **options: Any) -> Any:
+    return getattr(self.policy, name)(policy_params(params), *args, **options)
+
+  return method
+
+
 class ActorCritic:
   """A policy with its critic, as a `Model` (models/api.py) and all that the policy is besides: only the parameters are
   of both, and what they cost."""
@@ -55,33 +64,14 @@ class ActorCritic:
     """See `models.api.Model`; the policy's are those that it would have alone."""
     return {**self.policy.init(rng), NAME: self.critic.init(rng)}
 
-  def apply(self, params: api.Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False) -> Output:
-    """See `models.api.Model`."""
-    return self.policy.apply(policy_params(params), batch, rng=rng, train=train)
-
-  def unembedding(self, params: api.Params) -> jax.Array:
-    """See `models.api.Model`."""
-    return self.policy.unembedding(policy_params(params))
-
-  def unembed(self, params: api.Params, hidden_BxTxD: jax.Array) -> jax.Array:
-    """See `models.api.Model`."""
-    return self.policy.unembed(policy_params(params), hidden_BxTxD)
-
-  def logits(self, params: api.Params, *args: Any, **kwargs: Any) -> jax.Array:
-    """See `models.api.Model`."""
-    return self.policy.logits(policy_params(params), *args, **kwargs)
-
-  def layer_inputs(self, params: api.Params, batch: dict) -> list[jax.Array]:
-    """See `models.transformer.Transformer`."""
-    return self.policy.layer_inputs(policy_params(params), batch)
-
-  def extend(self, params: api.Params, *args: Any, **options: Any) -> tuple:
-    """See `models.api.Generative`."""
-    return self.policy.extend(policy_params(params), *args, **options)
-
-  def decoding_params(self, params: api.Params) -> api.Params:
-    """See `models.api.Generative`."""
-    return self.policy.decoding_params(policy_params(params))
+  # See `models.api.Model`, `models.api.Generative` and `models.transformer.Transformer`.
+  apply = _of_policy("apply")
+  unembedding = _of_policy("unembedding")
+  unembed = _of_policy("unembed")
+  logits = _of_policy("logits")
+  layer_inputs = _of_policy("layer_inputs")
+  extend = _of_policy("extend")
+  decoding_params = _of_policy("decoding_params")
 
   def flops_per_token(self, seq_len: int, *args: Any, **kwargs: Any) -> float:
     """See `models.api.Model`: those of both."""

@@ -57,13 +57,12 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     loss_BxT = sum((jnp.where(share > 0, share * of_one, 0.0)
                     for (_, share), of_one in zip(shares, losses, strict=True)), jnp.zeros(()))
     metrics |= teachers.metrics(list(others), losses, shares, weights_BxT)
-  mean = Mean(jnp.sum(loss_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
+  mean = Mean.of(loss_BxT, weights_BxT)
   return {"loss": mean, **out.losses}, metrics
 
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   """Refuses options that cannot work."""
-  del grad_accum_steps
   if not 0 <= cfg.beta <= 1:
     raise ConfigError(f"strategy.beta is {cfg.beta}; allowed: 0 (forward KL) to 1 (reverse KL).")
   if not cfg.temperature > 0:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from input_pipeline.examples.roles import ABSENT
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 from trainer.metrics import Mean
 from trainer.strategies import preference, sequences
 from trainer.strategies.preference import Pairs, Side
@@ -101,13 +101,9 @@ def _length_desensitized(batch: dict[str, jax.Array], mask_BxT, count_BxS, alpha
   return jnp.where(number_BxT <= shorter_BxT, 1.0, alpha)
 
 
-# ----------------------------------------------------------------------------------------------
-# Metrics, by TRL's names.
-
-
 def _pair_metrics(pairs: Pairs, reference: tuple[Any, Any], weights: dict[str, float], beta: float) -> dict[str, Mean]:
-  """Means over pairs. The reward is β times the log-ratio whatever the loss, or without a reference β times the
-  log-probability, which is an average over tokens for SimPO and ORPO."""
+  """Means over pairs, by TRL's names. The reward is β times the log-ratio whatever the loss, or without a reference β
+  times the log-probability, which is an average over tokens for SimPO and ORPO."""
   metrics, rewards, scale_BxP = {}, {}, 0.0
   averaged = bool(preference.names_in(weights, preference.AVERAGED_REWARD))
 
@@ -145,19 +141,12 @@ def _token_metrics(entropy_BxS, is_top_BxS, count_BxS, present_BxP) -> dict[str,
   }
 
 
-# ----------------------------------------------------------------------------------------------
-# Options that cannot work.
-
-
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
-  """Refuses options of the strategy that cannot work, before any device work.
+  """Refuses options of the strategy that cannot work, before any device work. Raises ConfigError.
 
   Args:
     grad_accum_steps: micro-batches of a step.
     cfg_model: the config's `model` section; None: not looked at.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
   """
   known = list(preference.LOSSES)
   for name, weight in cfg.loss.items():
@@ -197,9 +186,7 @@ def _check_options(cfg: Any, weights: dict[str, float]) -> None:
       raise ConfigError("strategy.loss has 'exo_pair', whose target is undefined for strategy.label_smoothing=0. "
                         "Use --config.strategy.label_smoothing=0.001, say.")
   if needs_reference(cfg):
-    if cfg.f_divergence not in preference.DIVERGENCES:
-      raise ConfigError(f"strategy.f_divergence is {cfg.f_divergence!r}; allowed: "
-                        f"{', '.join(preference.DIVERGENCES)}.")
+    one_of("strategy.f_divergence", cfg.f_divergence, preference.DIVERGENCES)
     unscored = set(weights) - preference.SCORED - preference.REFERENCE_FREE
     if cfg.f_divergence != "reverse_kl" and unscored:
       raise ConfigError(f"strategy.f_divergence is {cfg.f_divergence!r}, which is not defined for "

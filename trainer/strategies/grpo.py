@@ -98,22 +98,21 @@ def objective(policy: Policy, found: Ratios, entropy_BxT: jax.Array, ref_BxT: ja
     log_ratio_BxT = jnp.where(mask_BxT > 0, found.logprob - ref_BxT, 0.0)
     penalty_BxT = divergence(log_ratio_BxT, cfg.kl) * (found.token if cfg.kl_corrected else 1.0)
     losses_BxT = losses_BxT + cfg.kl_coef * penalty_BxT
-    metrics["kl"] = token_mean(divergence(log_ratio_BxT, "k3"), mask_BxT)
+    metrics["kl"] = Mean.of(divergence(log_ratio_BxT, "k3"), mask_BxT)
 
   metrics["policy_loss"] = aggregate(policy.losses, mask_BxT, batch, cfg)
-  metrics["entropy"] = token_mean(entropy_BxT, mask_BxT)
-  metrics["policy/ratio_mean"] = token_mean(found.ratio, mask_BxT)
+  metrics["entropy"] = Mean.of(entropy_BxT, mask_BxT)
+  metrics["policy/ratio_mean"] = Mean.of(found.ratio, mask_BxT)
   # Tokens are those of p_old, so that this is k3 of KL(p_old ‖ p).
-  metrics["policy/approx_kl"] = token_mean(divergence(found.old - found.logprob, "k3"), mask_BxT)
+  metrics["policy/approx_kl"] = Mean.of(divergence(found.old - found.logprob, "k3"), mask_BxT)
   return aggregate(losses_BxT, mask_BxT, batch, cfg), metrics
 
 
 def spread(values_BxS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Each token's value of its segment, [B, T] float32 (float64 of such); 0 in padding."""
-  ids_S = jnp.arange(1, values_BxS.shape[1] + 1)
   # As in `sequences.segment_sums`: no gather, whose gradient would be a scatter, and no [B, T, S] is kept.
-  in_segment = batch["segment_ids"][:, :, None] == ids_S
-  return jnp.sum(jnp.where(in_segment, sequences.at_least_float32(values_BxS)[:, None, :], 0.0), axis=2)
+  values_BxS = sequences.at_least_float32(values_BxS)
+  return jnp.sum(jnp.where(sequences.in_segment(batch), values_BxS[:, None, :], 0.0), axis=2)
 
 
 def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], kind: str) -> Ratios:
@@ -150,18 +149,18 @@ def correction(mismatch_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, ja
     there = (sequences.segment_sums(mask_BxT, batch) > 0).astype(jnp.float32)
     ratio = _exp(sequences.segment_sums(mismatch_BxT, batch))
   metrics = {
-      "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(mismatch_BxT), mask_BxT),
+      "sampling/sampling_logp_difference/mean": Mean.of(jnp.abs(mismatch_BxT), mask_BxT),
       "sampling/sampling_logp_difference/max": _extreme(jnp.abs(mismatch_BxT), mask_BxT),
       # Tokens are those of q, so that this is k3 of KL(q ‖ p_old).
-      "sampling/kl": token_mean(divergence(-mismatch_BxT, "k3"), mask_BxT),
+      "sampling/kl": Mean.of(divergence(-mismatch_BxT, "k3"), mask_BxT),
       "sampling/importance_sampling_ratio/min": _extreme(ratio, there, -1),
-      "sampling/importance_sampling_ratio/mean": token_mean(ratio, there),
+      "sampling/importance_sampling_ratio/mean": Mean.of(ratio, there),
       "sampling/importance_sampling_ratio/max": _extreme(ratio, there),
   }
   if not how:
     return jnp.ones_like(mismatch_BxT), metrics
   bounded = (ratio < cfg.correction_min) | (ratio > cfg.correction_max)
-  metrics["sampling/correction_bounded"] = token_mean(bounded, there)
+  metrics["sampling/correction_bounded"] = Mean.of(bounded, there)
   weight = jnp.where(bounded, 0.0, ratio) if how == "mask" else jnp.clip(ratio, cfg.correction_min, cfg.correction_max)
   return (spread(weight, batch) if level == "sequence" else weight), metrics
 
@@ -223,7 +222,7 @@ def aggregate(values_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.A
   divided by sequences × aggregate_length. A sequence without a trained token is none.
   """
   if cfg.aggregate == "token":
-    return token_mean(values_BxT, mask_BxT)
+    return Mean.of(values_BxT, mask_BxT)
   sums_BxS = sequences.segment_sums(values_BxT * mask_BxT, batch)
   count_BxS = sequences.segment_sums(mask_BxT, batch)
   number_B = jnp.sum((count_BxS > 0).astype(jnp.float32), axis=1)
@@ -240,10 +239,6 @@ def _exp(log_ratio: jax.Array) -> jax.Array:
 # Metrics, by TRL's names: means over trained tokens.
 
 
-def token_mean(values_BxT: jax.Array, mask_BxT: jax.Array) -> Mean:
-  return Mean(jnp.sum(values_BxT * mask_BxT, axis=1), jnp.sum(mask_BxT, axis=1))
-
-
 def _extreme(values: jax.Array, where: jax.Array, sign: int = 1) -> Max:
   """The largest value (sign 1) or the smallest (-1) of those where `where` is above 0."""
   values = jax.lax.stop_gradient(values)
@@ -255,7 +250,7 @@ def clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array
   if clip == "none":
     return {}
   if clip == "cispo":
-    return {"cispo_clip_ratio": token_mean(policy.high, mask_BxT)}
+    return {"cispo_clip_ratio": Mean.of(policy.high, mask_BxT)}
   count_BxS = sequences.segment_sums(mask_BxT, batch)
 
   def extreme(bounded_BxT: jax.Array, sign: int) -> Max:
@@ -263,14 +258,14 @@ def clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array
                     count_BxS > 0, sign)
 
   metrics = {
-      "clip_ratio/low_mean": token_mean(policy.low, mask_BxT),
+      "clip_ratio/low_mean": Mean.of(policy.low, mask_BxT),
       "clip_ratio/low_min": extreme(policy.low, -1),
-      "clip_ratio/high_mean": token_mean(policy.high, mask_BxT),
+      "clip_ratio/high_mean": Mean.of(policy.high, mask_BxT),
       "clip_ratio/high_max": extreme(policy.high, 1),
-      "clip_ratio/region_mean": token_mean(policy.low | policy.high, mask_BxT),
+      "clip_ratio/region_mean": Mean.of(policy.low | policy.high, mask_BxT),
   }
   if policy.dual is not None:
-    metrics["clip_ratio/dual_mean"] = token_mean(policy.dual, mask_BxT)
+    metrics["clip_ratio/dual_mean"] = Mean.of(policy.dual, mask_BxT)
   return metrics
 
 

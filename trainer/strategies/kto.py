@@ -67,26 +67,23 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   z = divergence(ratio_BxS, mismatched_BxS) if cfg.loss == "kto" else 0.0
   loss_BxS = example_losses(ratio_BxS, z, cfg)
 
-  def mean(values_BxS, weight_BxS) -> Mean:
-    return Mean(jnp.sum(values_BxS * weight_BxS, axis=1), jnp.sum(weight_BxS, axis=1))
-
   judged_BxS = desirable_BxS + undesirable_BxS
   metrics: dict[str, Any] = {}
   for name, side_BxS in (("chosen", desirable_BxS), ("rejected", undesirable_BxS)):
-    metrics[f"rewards/{name}"] = mean(cfg.beta * ratio_BxS, side_BxS)
-    metrics[f"logps/{name}"] = mean(logps_BxS, side_BxS)
-    metrics[f"logps_mean/{name}"] = mean(logps_BxS / jnp.maximum(count_BxS, 1.0), side_BxS)
-    metrics[f"logps_ref/{name}"] = mean(ref_BxS, side_BxS)
+    metrics[f"rewards/{name}"] = Mean.of(cfg.beta * ratio_BxS, side_BxS)
+    metrics[f"logps/{name}"] = Mean.of(logps_BxS, side_BxS)
+    metrics[f"logps_mean/{name}"] = Mean.of(logps_BxS / jnp.maximum(count_BxS, 1.0), side_BxS)
+    metrics[f"logps_ref/{name}"] = Mean.of(ref_BxS, side_BxS)
   metrics["rewards/margins"] = Difference(*(
       Mean(jnp.sum(m.sum), jnp.sum(m.weight)) for m in (metrics["rewards/chosen"], metrics["rewards/rejected"])))
   if cfg.loss == "kto":
-    metrics["kl"] = mean(ratio_BxS, mismatched_BxS)
+    metrics["kl"] = Mean.of(ratio_BxS, mismatched_BxS)
   for name, values_BxT, side_BxS in (("entropy", stats.entropy, judged_BxS),
                                      ("mean_token_accuracy", stats.is_top, desirable_BxS)):
     values_BxS = sequences.segment_sums(values_BxT, batch)
     metrics[name] = Mean(jnp.sum(values_BxS * side_BxS, axis=1), jnp.sum(count_BxS * side_BxS, axis=1))
   losses_BxS = jnp.where(desirable_BxS > 0, loss_BxS[0], jnp.where(undesirable_BxS > 0, loss_BxS[1], 0.0))
-  return {"loss": mean(losses_BxS, judged_BxS), **out.losses}, metrics | out.metrics
+  return {"loss": Mean.of(losses_BxS, judged_BxS), **out.losses}, metrics | out.metrics
 
 
 def divergence(ratio_BxS: jax.Array, mismatched_BxS: jax.Array) -> jax.Array:
@@ -101,11 +98,6 @@ def example_losses(ratio_BxS: jax.Array, z: jax.Array | float, cfg: Any) -> tupl
   return cfg.desirable_weight * jax.nn.sigmoid(-x_BxS), cfg.undesirable_weight * jax.nn.sigmoid(x_BxS)
 
 
-def needs_mismatched(cfg: Any) -> bool:
-  """Whether the divergence is estimated."""
-  return cfg.loss == "kto"
-
-
 def no_sums(cfg: Any) -> frozenset[str]:
   """The loss from whose rewards a mean of the batch is subtracted."""
   return frozenset({"loss"} if cfg.loss == "kto" else ())
@@ -117,11 +109,7 @@ def at_reference(cfg: Any) -> dict[str, float]:
 
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
-  """Refuses options of the strategy that cannot work, before any device work; see `dpo.check`.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
-  """
+  """Refuses options of the strategy that cannot work, before any device work; see `dpo.check`. Raises ConfigError."""
   sequences.check_noise(cfg, cfg_model)
   if cfg.loss not in LOSSES:
     raise ConfigError(f"strategy.loss is {cfg.loss!r}; allowed for kto: {', '.join(LOSSES)}.")
@@ -142,7 +130,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
 
 # Completions that were judged one by one as desirable or not.
 KTO = Strategy(
-    loss, data="labelled", mismatched=needs_mismatched, needs_reference=True, check=check, no_sums=no_sums,
+    loss, data="labelled", mismatched=lambda cfg: cfg.loss == "kto", needs_reference=True, check=check, no_sums=no_sums,
     at_reference=at_reference,
     options=dict(
         # kto | apo_zero_unpaired (without the estimate of the divergence that kto subtracts from rewards)

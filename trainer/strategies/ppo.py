@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from trainer.errors import ConfigError, one_of
+from trainer.metrics import Mean
 from trainer.strategies import critic, grpo, presets, sequences
 from trainer.strategies.record import OF_CRITIC, OF_ROLLOUTS, Strategy
 
@@ -48,18 +49,18 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   stats, out = sequences.token_stats(model, params, batch, rng, ("logprob", "entropy"), cfg.temperature)
   found = grpo.ratios(stats.logprob, batch, "token")
   policy = grpo.clipped_term(found.ratio, advantages_of(batch, found.mask), cfg)
-  in_loss = needs_reference(cfg) and cfg.kl_in == "loss"
+  in_loss = grpo.needs_reference(cfg) and cfg.kl_in == "loss"
   ref_BxT = sequences.reference_logprobs(model, batch, reference, cfg.temperature) if in_loss else None
   total, metrics = grpo.objective(policy, found, stats.entropy, ref_BxT, batch, cfg)
 
   values_BxT, judged = model.values(params, batch, None if rng is None else jax.random.fold_in(rng, 1))
   losses_BxT, clipped_BxT = value_losses(values_BxT, batch, found.mask, cfg.value_clip)
-  metrics["value_loss"] = grpo.token_mean(losses_BxT, found.mask)
-  metrics["value/mean"] = grpo.token_mean(values_BxT, found.mask)
+  metrics["value_loss"] = Mean.of(losses_BxT, found.mask)
+  metrics["value/mean"] = Mean.of(values_BxT, found.mask)
   if cfg.value_clip:
-    metrics["value/clip_ratio"] = grpo.token_mean(clipped_BxT, found.mask)
+    metrics["value/clip_ratio"] = Mean.of(clipped_BxT, found.mask)
   metrics |= grpo.clip_metrics(policy, found.mask, batch, "ppo")
-  terms = {"loss": total, "critic_loss": grpo.token_mean(cfg.value_coef * losses_BxT, found.mask), **out.losses}
+  terms = {"loss": total, "critic_loss": Mean.of(cfg.value_coef * losses_BxT, found.mask), **out.losses}
   of_critic = {f"{critic.NAME}/{name}": term for name, term in judged.losses.items()}
   shown = {f"{critic.NAME}/{name}": metric for name, metric in judged.metrics.items()}
   return terms | of_critic, metrics | out.metrics | shown
@@ -89,11 +90,6 @@ def value_losses(values_BxT: jax.Array, batch: Mapping[str, jax.Array], mask_BxT
 
 # ----------------------------------------------------------------------------------------------
 # What the rest of a run has to know.
-
-
-def needs_reference(cfg: Any) -> bool:
-  """Whether the policy is held near a reference."""
-  return cfg.kl_coef > 0
 
 
 def token_numbers(batch: Mapping[str, jax.Array], logprob_BxT: jax.Array, cfg: Any) -> dict[str, jax.Array]:
@@ -131,7 +127,6 @@ def fill_in(config: ConfigDict) -> list[str]:
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   """Refuses options that cannot work. Keys are read only where they have an effect. Raises ConfigError."""
-  del grad_accum_steps
   one_of("strategy.aggregate", cfg.aggregate, AGGREGATES)
   for key in ("gamma", "gae_lambda"):
     if not 0 <= cfg[key] <= 1:
@@ -152,7 +147,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
 # Completions with rewards, and a critic beside the policy (docs/grpo.md#ppo).
 PPO = Strategy(
     loss, data="rollouts", critic=True, rollout_keys=("behavior_logprobs", "old_logprobs", *OF_CRITIC), fill_in=fill_in,
-    needs_reference=needs_reference, check=check, token_numbers=token_numbers, headline={
+    needs_reference=grpo.needs_reference, check=check, token_numbers=token_numbers, headline={
         **OF_ROLLOUTS, "value/explained_variance": "explained {:.2f}"}, options=dict(
         # What the critic begins as: start, the parameters that the run begins with, with a new head; or a Hugging Face
         # folder or a run (a reward model, say), of any size, with the same tokenizer.

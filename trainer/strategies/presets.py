@@ -134,21 +134,14 @@ def _fill(config: ConfigDict, section: str, values: dict[str, Any]) -> list[str]
   return done
 
 
-# ----------------------------------------------------------------------------------------------
-# Options that cannot work.
-
-
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
-  """Refuses options of the strategy that cannot work, before any device work.
+  """Refuses options of the strategy that cannot work, before any device work. Raises ConfigError.
 
   Keys are read only where they have an effect, so that the audit finds those without.
 
   Args:
     grad_accum_steps: micro-batches of a step; any number will do.
     cfg_model: the config's `model` section; None: not looked at.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
   """
   for key, allowed in (("preset", tuple(PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
                        ("aggregate", AGGREGATES)):

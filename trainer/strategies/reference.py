@@ -119,7 +119,8 @@ def kept(config: Any) -> tuple[Kept, ...]:
 
 def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path,
                taught: tuple[str, str] | None = None) -> Any:
-  """Gives every dataset the reference's log-probs, computed now unless they are in the cache.
+  """Gives every dataset the reference's log-probs, if the program has them computed before: now, unless they are in the
+  cache.
 
   They are computed row by row as the data stand in the first epoch, a micro-batch at a time, by the function that a
   reference in the state goes through; so in the same rows they are the same to the bit.
@@ -135,6 +136,8 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
   Raises:
     ConfigError: the run was begun with another reference.
   """
+  if not program.precompute:
+    return start
   if strategies.of(config).teacher:
     return start if taught is None else _pin(start, *taught)
   model, batch_size = program.model, program.options.micro_batch_size

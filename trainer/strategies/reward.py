@@ -62,7 +62,6 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
   """Refuses options that cannot work."""
-  del grad_accum_steps
   if not 0 <= cfg.center_rewards_coefficient < float("inf"):
     raise ConfigError(f"strategy.center_rewards_coefficient is {cfg.center_rewards_coefficient}; it must be 0 or more.")
   if cfg_model.num_labels != 1:

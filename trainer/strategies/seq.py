@@ -85,14 +85,11 @@ def _cross_entropy(model: Any, kernel_DxV: jax.Array, hidden_BxTxD: jax.Array, t
       shown["nll"] = -stats.logprob
     return loss_BxT, shown
 
-  def mean(values_BxT: jax.Array) -> Mean:
-    return Mean(jnp.sum(values_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
-
   vocab_chunks = logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk)
   chunks = chunked_loss.token_chunks(hidden_BxTxD, kernel_DxV, vocab_chunks)
   if chunks == 1:
     loss_BxT, shown = losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
-    return mean(loss_BxT), {name: mean(values) for name, values in shown.items()}
+    return Mean.of(loss_BxT, weights_BxT), {name: Mean.of(values, weights_BxT) for name, values in shown.items()}
   # Logits of a chunk of tokens over all entries take as much memory. The kernel is padded here, once for all chunks.
   kernel_DxV, num_real_vocab = logprobs.padded(kernel_DxV, model.num_real_vocab, hidden_BxTxD.dtype)
   V = kernel_DxV.shape[1]
@@ -103,7 +100,7 @@ def _cross_entropy(model: Any, kernel_DxV: jax.Array, hidden_BxTxD: jax.Array, t
 
   total, shown = chunked_loss.sum_over_rows(some, chunks, hidden_BxTxD, kernel_DxV, tokens, weights_BxT != 0)
   # The gradient is that of the sum; the rows' losses, and so the sources', are only reported.
-  return Mean(total, jnp.sum(weights_BxT)), {name: mean(values) for name, values in shown.items()}
+  return Mean(total, jnp.sum(weights_BxT)), {name: Mean.of(values, weights_BxT) for name, values in shown.items()}
 
 
 def next_tokens(batch: dict[str, Any], further: int = 0) -> NextTokens:

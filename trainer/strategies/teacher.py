@@ -86,11 +86,7 @@ def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY)
 
 def check(config: Any, tokenizer: Tokenizer, path: str | None, key: str = KEY) -> None:
   """Refuses the model at `path`, which messages call `key`, of other tokens than the run's, or one that cannot see so
-  many.
-
-  Raises:
-    ConfigError: before any device work.
-  """
+  many. Raises ConfigError, before any device work."""
   source = find(path, key)
   api.validate(source.section, config.seq_len)
   theirs = load_tokenizer(source.tokenizer)

@@ -121,11 +121,7 @@ def routes(cfg: Any) -> bool:
 
 
 def check(config: Any, tokenizer: Tokenizer) -> None:
-  """Refuses teachers of other tokens, or sources without one.
-
-  Raises:
-    ConfigError: before any device work.
-  """
+  """Refuses teachers of other tokens, or sources without one. Raises ConfigError, before any device work."""
   cfg, used = config.strategy, used_sources(config.input)
   if in_rows(cfg):
     if cfg.cached_top_k > tokenizer.vocab_size:

@@ -5,7 +5,5 @@ from absl import flags
 from trainer import startup
 from trainer.sweep import command
 
-__doc__ = command.__doc__  # what --help prints
-
 if __name__ == "__main__":
   startup.run(command, uses_devices=False, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))

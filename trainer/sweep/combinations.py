@@ -93,10 +93,6 @@ def _joined(parts: Iterable[Combination]) -> Combination:
   return joined
 
 
-# ----------------------------------------------------------------------------------------------
-# On the command line.
-
-
 def parsed(text: str) -> list[Combination]:
   """The sweep that `key=value,value,…` says. Commas in brackets or quotes are part of a value; a value that is no
   Python literal is a string.
@@ -141,10 +137,6 @@ def argument(key: str, value: Any) -> str:
     raise ConfigError(f"{key} is a dict in a combination; set its keys one by one, as in {key}.KEY.")
   text = str(value) if isinstance(value, (str, bool)) else repr(tuple(value) if isinstance(value, list) else value)
   return f"--config.{key}={text}"
-
-
-# ----------------------------------------------------------------------------------------------
-# Names.
 
 
 def name_of(combination: Combination) -> str:

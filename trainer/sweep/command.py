@@ -23,6 +23,7 @@ from typing import Any
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from trainer import startup
 from trainer.config import typed as config_typed
 from trainer.errors import ConfigError
 from trainer.sweep import runs as sweep_runs
@@ -137,10 +138,6 @@ def conclude(root: Path, runs: Sequence[Planned], about: dict[str, Any], best: s
     logging.warning("The comparison was not written: %s", e)
 
 
-# ----------------------------------------------------------------------------------------------
-# Command line.
-
-
 def _define_flags() -> None:
   flags.DEFINE_string("config", None, "Config file, as of the trainer.")
   flags.DEFINE_string("workdir", None, "Folder of the sweep; each run has one in it.")
@@ -200,9 +197,5 @@ def _run(given: Any, rest: Sequence[str]) -> int:
 
 
 def main(argv: list[str]) -> None:
-  try:
-    code = _run(flags.FLAGS, argv[1:])
-  except (ConfigError, OSError) as error:
-    logging.debug("Traceback:", exc_info=True)
-    sys.exit(f"\n{type(error).__name__}: {error}")
-  sys.exit(code)
+  with startup.one_message(ConfigError, OSError):
+    sys.exit(_run(flags.FLAGS, argv[1:]))

@@ -172,10 +172,6 @@ def _visible_gpus(needed: int) -> list[str]:
   return names[:needed]
 
 
-# ----------------------------------------------------------------------------------------------
-# The table.
-
-
 def last_values(workdir: Path, names: Sequence[str]) -> dict[str, float]:
   """The last value of each of these metrics that is a finite number, and the last `step`; for a metric whose value is
   of an earlier step, `NAME/step`, too."""

@@ -299,11 +299,7 @@ class Diagnostics(Callback):
 
 
 def check(config: Any) -> None:
-  """Refuses names that do not exist.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses names that do not exist. Raises ConfigError."""
   unknown = [name for name in config.health_silent if name not in NAMES]
   if unknown:
     raise ConfigError(f"health_silent names {', '.join(map(repr, unknown))}; allowed: {', '.join(NAMES)}.")

@@ -52,10 +52,6 @@ class Planned(NamedTuple):
   arguments: dict[str, Any]
 
 
-# ----------------------------------------------------------------------------------------------
-# From the config to loggers.
-
-
 def find(cfg: Any, workdir: Path) -> list[Planned]:
   """The loggers that `config.loggers` names, not started yet; none in processes that are not the first.
 
@@ -122,11 +118,7 @@ def _class(where: str, kind: str) -> type:
 
 
 def check_arguments(where: str, kind: str, function: Any, arguments: dict[str, Any]) -> None:
-  """Refuses arguments that the function does not take.
-
-  Raises:
-    ConfigError: naming them, and those that it takes.
-  """
+  """Refuses arguments that the function does not take. Raises ConfigError, naming them, and those that it takes."""
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):
@@ -155,10 +147,6 @@ def _refuse_secrets(name: str, arguments: dict[str, Any]) -> None:
       raise ConfigError(f"loggers.{name}.{path} looks like a password or key; it would be written into config.json, "
                         "which goes wherever results go. Leave it out, and give it in the environment: WANDB_API_KEY "
                         "(or wandb login), MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN.")
-
-
-# ----------------------------------------------------------------------------------------------
-# The guard.
 
 
 class Guarded:

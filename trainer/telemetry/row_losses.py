@@ -29,48 +29,43 @@ class Rows:
   """
 
   def __init__(self, run: Any, paths: Collection[str] = ()):
-    loss_fn, seed = run.program.loss_fn, run.program.options.seed
+    self._loss_fn, self._seed = run.program.loss_fn, run.program.options.seed
     self._run, self._paths, self._micro = run, frozenset(paths), run.program.options.micro_batch_size
     everywhere = NamedSharding(run.mesh, PartitionSpec())
-    self._losses = jax.jit(self._make_losses(loss_fn, seed), out_shardings=everywhere)
-    self._finite = jax.jit(self._make_finite(loss_fn, seed), out_shardings=everywhere)
+    self._losses = jax.jit(self._losses_of, out_shardings=everywhere)
+    self._finite = jax.jit(self._is_finite, out_shardings=everywhere)
     self._fetch = jax.jit(lambda batch: batch, out_shardings=everywhere)
 
-  def _make_losses(self, loss_fn: Callable, seed: int) -> Callable:
-    def losses(params, batch, step, *reference):
-      def of_micro(micro_and_index):
-        micro, index = micro_and_index
-        terms, shown = loss_fn(params, micro, update.step_key(seed, step, index), *reference)
-        loss = shown.get("loss", terms["loss"])  # where the term is one number, the rows' losses are a metric
-        return loss.sum, loss.weight
+  def _losses_of(self, params, batch, step, *reference):
+    def of_micro(micro_and_index):
+      micro, index = micro_and_index
+      terms, shown = self._loss_fn(params, micro, update.step_key(self._seed, step, index), *reference)
+      loss = shown.get("loss", terms["loss"])  # where the term is one number, the rows' losses are a metric
+      return loss.sum, loss.weight
 
-      batch = update.with_whole(loss_fn, params, batch, step, seed, self._micro)
-      micros, count = update.micro_batches(batch, self._micro)
-      sums, weights = jax.lax.map(of_micro, (micros, jnp.arange(count)))
-      return tuple(part.swapaxes(0, 1).reshape(-1) for part in (sums, weights))
+    batch = update.with_whole(self._loss_fn, params, batch, step, self._seed, self._micro)
+    micros, count = update.micro_batches(batch, self._micro)
+    sums, weights = jax.lax.map(of_micro, (micros, jnp.arange(count)))
+    return tuple(part.swapaxes(0, 1).reshape(-1) for part in (sums, weights))
 
-    return losses
+  def _is_finite(self, params, batch, step, kept_B, *reference):
+    batch = {key: jnp.where(kept_B.reshape(-1, *[1] * (part.ndim - 1)), part, 0) for key, part in batch.items()}
 
-  def _make_finite(self, loss_fn: Callable, seed: int) -> Callable:
-    def finite(params, batch, step, kept_B, *reference):
-      batch = {key: jnp.where(kept_B.reshape(-1, *[1] * (part.ndim - 1)), part, 0) for key, part in batch.items()}
+    def of_micro(micro_and_index):
+      micro, index = micro_and_index
 
-      def of_micro(micro_and_index):
-        micro, index = micro_and_index
+      def objective(trained):
+        key = update.step_key(self._seed, step, index)
+        terms, _ = self._loss_fn(tree.unflatten(flat | trained), micro, key, *reference)
+        return sum(jnp.sum(term.sum) for term in terms.values())
 
-        def objective(trained):
-          terms, _ = loss_fn(tree.unflatten(flat | trained), micro, update.step_key(seed, step, index), *reference)
-          return sum(jnp.sum(term.sum) for term in terms.values())
+      value, grads = jax.value_and_grad(objective)({path: flat[path] for path in flat if path in self._paths})
+      return jnp.isfinite(value) & jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in grads.values()]).all()
 
-        value, grads = jax.value_and_grad(objective)({path: flat[path] for path in flat if path in self._paths})
-        return jnp.isfinite(value) & jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in grads.values()]).all()
-
-      flat = tree.flatten(params)
-      batch = update.with_whole(loss_fn, params, batch, step, seed, self._micro)
-      micros, count = update.micro_batches(batch, self._micro)
-      return jnp.all(jax.lax.map(of_micro, (micros, jnp.arange(count))))
-
-    return finite
+    flat = tree.flatten(params)
+    batch = update.with_whole(self._loss_fn, params, batch, step, self._seed, self._micro)
+    micros, count = update.micro_batches(batch, self._micro)
+    return jnp.all(jax.lax.map(of_micro, (micros, jnp.arange(count))))
 
   def call(self, fn: Callable, batch: dict[str, Any], step: int, *more: Any) -> Any:
     """`fn(params, batch, step before, *more, *reference)` with what the run has now, on its mesh; `fn` is jitted."""

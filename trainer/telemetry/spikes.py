@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 
 from trainer.callbacks import Callback
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 
 # Median absolute deviation times this is the standard deviation, of a normal distribution.
 _TO_DEVIATION = 1.4826
@@ -35,14 +35,9 @@ class Spike(NamedTuple):
 
 
 def check(config: Any) -> None:
-  """Refuses what cannot be, before any device work.
-
-  Raises:
-    ConfigError: naming the key.
-  """
+  """Refuses what cannot be, before any device work. Raises ConfigError."""
   c = config.spikes
-  if c.action not in ("none", "warn", "rollback"):
-    raise ConfigError(f"spikes.action is {c.action!r}; allowed: none, warn, rollback.")
+  one_of("spikes.action", c.action, ("none", "warn", "rollback"))
   if c.action == "none":
     return
   for key, least in (("window", 10), ("in_a_row", 1), ("margin", 0), ("skip", 0), ("max_rollbacks", 1)):
@@ -67,8 +62,7 @@ class Spikes(Callback):
   def on_train_begin(self, run):
     self._seen = _remembered(run)
 
-  def on_rollback(self, run):
-    self.on_train_begin(run)  # what is remembered is that of the checkpoint
+  on_rollback = on_train_begin  # what is remembered is that of the checkpoint
 
   def on_step_end(self, run, step, metrics):
     if run.go_back is not None:

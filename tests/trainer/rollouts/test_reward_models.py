@@ -129,7 +129,7 @@ def of_tokens(most=None, batch_size=3, shards=1):
       [len(prompt), *map(ord, completion)]))
 
   def scores(params, batch):
-    assert params == "params" and set(batch) == {"tokens", "positions", "segment_ids", "segment_roles"}
+    assert params == "params" and {"tokens", "positions", "segment_ids", "segment_roles"} <= set(batch)
     there = batch["segment_ids"] == 1
     asked.append((*there.shape, sorted(there.sum(1).tolist(), reverse=True) == there.sum(1).tolist()))
     assert np.all(batch["positions"] == np.where(there, np.arange(there.shape[1]), 0))

@@ -180,15 +180,15 @@ def test_columns_whose_names_are_taken_are_refused():
 ])
 def test_what_cannot_work_is_refused(changed, message):
   with pytest.raises(ConfigError, match=message):
-    rewards.check("mine", reward(**changed))
+    rewards.make("mine", reward(**changed))
 
 
 def test_every_built_in_type_passes_as_it_is_meant():
   for changed in (dict(), dict(type="regex", pattern="a"), dict(type="numeric", pattern=GSM8K),
                   dict(type="length", max_length=8, cache_length=8), dict(type="format", pattern="a"),
                   dict(type="repetition", ngram=1, weight=0.0)):
-    rewards.check("mine", reward(**changed))
-    rewards.check("mine", View(ConfigDict(reward(**changed))))
+    rewards.make("mine", reward(**changed))
+    rewards.make("mine", View(ConfigDict(reward(**changed))))
 
 
 def test_a_section_within_a_section_becomes_a_dict():
@@ -200,7 +200,7 @@ def test_a_module_that_fails_to_import_says_how(tmp_path, monkeypatch):
   (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')\n")
   monkeypatch.syspath_prepend(tmp_path)
   with pytest.raises(ConfigError, match="could not be imported .RuntimeError: no licence"):
-    rewards.check("mine", reward(type="broken_rewards.f"))
+    rewards.make("mine", reward(type="broken_rewards.f"))
 
 
 def test_rewards_are_imported_without_jax():

@@ -213,5 +213,5 @@ def test_a_difference_of_means_adds_up_each_by_itself():
 @pytest.mark.parametrize("loss, estimated, no_sums", [("kto", True, {"loss"}), ("apo_zero_unpaired", False, set())])
 def test_the_loss_from_which_a_mean_is_subtracted_is_no_sum(loss, estimated, no_sums):
   cfg = options("kto", loss=loss)
-  assert kto.no_sums(cfg) == no_sums and kto.needs_mismatched(cfg) == estimated
+  assert kto.no_sums(cfg) == no_sums and kto.KTO.mismatched(cfg) == estimated
   assert kto.at_reference(cfg) == {"rewards/margins": 0.0}

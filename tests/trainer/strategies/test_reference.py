@@ -137,7 +137,7 @@ def asked_of(changed=(), kind="start", meta=None, params=3.0):
   leaf = SimpleNamespace(shape=(), dtype=np.float32)
   program = SimpleNamespace(
       model=SimpleNamespace(spec=changed.get("spec", "8 layers")), reference={"w": leaf}, params_sharding={"w": None},
-      options=SimpleNamespace(micro_batch_size=changed.get("rows", 4)))
+      options=SimpleNamespace(micro_batch_size=changed.get("rows", 4)), precompute=True)
 
   @dataclasses.dataclass
   class Start:
