@@ -46,7 +46,8 @@ def made(*sizes: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
   """([queries, keys, values, the output's gradient], logarithm of what is kept, share of the correction)."""
   keys = jax.random.split(jax.random.key(0), 6)
   shapes = arrays(*sizes)
-  given = [jax.random.normal(key, shape, dtype) for key, (shape, dtype) in zip(keys[:4], [*shapes[:3], shapes[2]], strict=True)]
+  given = [jax.random.normal(key, shape, dtype)
+           for key, (shape, dtype) in zip(keys[:4], [*shapes[:3], shapes[2]], strict=True)]
   kept, beta = (jax.random.uniform(key, shapes[3][0]) for key in keys[4:])
   return given, jnp.log(0.9 + 0.1 * kept), beta
 

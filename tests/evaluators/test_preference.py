@@ -175,6 +175,15 @@ def test_log_probs_that_were_computed_before_need_no_reference(tmp_path):
   assert values["rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4)
 
 
+def test_its_data_are_among_those_that_a_reference_is_asked_about_before_the_first_step(tmp_path, monkeypatch):
+  write(tmp_path, "dpo")
+  made, setup = [], common.Setup
+  monkeypatch.setattr(common, "Setup", lambda *given: made.append(setup(*given)) or made[-1])
+  for precompute in (True, False):
+    ev = make(tmp_path, precompute=precompute)[0]
+    assert made[-1].datasets == ([ev._examples.data] if precompute else [])
+
+
 def test_what_it_needs(tmp_path):
   write(tmp_path, "dpo")
   ev, _, params, _, _ = make(tmp_path)

@@ -116,10 +116,11 @@ class Table:
 
 
 def test_texts_that_are_the_same_are_one_and_queries_have_all_their_answers(monkeypatch):
-  """Two rows: query 1 is answered by 3, beside 4; query 1 again by 5, and query 2 by 4 and by 3."""
-  rows = [([1, 3, 4], [QUERY, POSITIVE, NEGATIVE]), ([1, 5, 0], [QUERY, POSITIVE, 0]),
+  """Three rows: query 1 is answered by 3, beside 4; query 1 again by 5, beside 6, which answers nothing; and query 2 by
+  4 and by 3."""
+  rows = [([1, 3, 4], [QUERY, POSITIVE, NEGATIVE]), ([1, 5, 6], [QUERY, POSITIVE, NEGATIVE]),
           ([2, 4, 3], [QUERY, POSITIVE, POSITIVE])]
-  vectors = np.eye(6)[:, :4] + np.arange(24).reshape(6, 4) / 30
+  vectors = np.eye(7)[:, :4] + np.arange(28).reshape(7, 4) / 30
   batches = [dict(tokens=np.array([tokens]), segment_roles=np.array([of])) for tokens, of in rows]
   asked = []
   monkeypatch.setattr(retrieval.similarity, "embeddings", lambda hidden, batch, pooling: (
@@ -130,7 +131,7 @@ def test_texts_that_are_the_same_are_one_and_queries_have_all_their_answers(monk
   c.strategy, c.model.head = strategy("contrastive", pooling="mean"), "embedding"
   setup = SimpleNamespace(config=c, model=Table(vectors))
   found = dict(retrieval.Retrieval("r", SimpleNamespace(recall_at=(1, 2)), setup).run(2.0, 5))
-  queries, texts = 2 * vectors[[1, 2]], 2 * vectors[[3, 4, 5]]
+  queries, texts = 2 * vectors[[1, 2]], 2 * vectors[[3, 4, 5, 6]]
   expected = dict(retrieval.metrics(queries, texts, [np.array([0, 2]), np.array([0, 1])], (1, 2)))
   assert found == pytest.approx(expected) and asked == ["mean"]
 

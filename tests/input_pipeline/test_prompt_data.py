@@ -233,6 +233,8 @@ def test_sources_are_mixed_by_their_weights_and_stages_count_prompts(tmp_path):
   assert Counter(sources[:100]) == {0: 50, 1: 50} and Counter(sources[100:]) == {0: 25, 1: 75}
   assert all((data.item(i).content[0] == "b") == (sources[i] == 1) for i in range(200))
   assert data.counters(200) == {"a": {"prompts": 75, "epoch": 7.5}, "b": {"prompts": 125, "epoch": 125 / 6}}
+  every = [item.content for item in data.every_item()]
+  assert all(every[data.place(i)] == data.item(i).content for i in range(200))
   of_b = [data.item(i).content for i in range(200) if sources[i] == 1]
   assert all(len(set(of_b[k:k + 6])) == 6 for k in range(0, 120, 6))
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.reference import PackedData
+from input_pipeline.batches import Arrays
+from input_pipeline.reference import ROUTE, PackedData, of_teachers
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.config import strategy as section
@@ -205,3 +206,23 @@ def test_rows_have_places_for_the_sequences_of_any_source(most):
   packed = [SimpleNamespace(sequences=count, row_images=None, tokens=tokens, advantages=False, shares_prompts=False)
             for count in most]
   assert PackedData(packed, 8, 0).sequences == 6
+
+
+def test_sources_have_what_their_teachers_say_in_order_and_whose_their_rows_are():
+  """Of two teachers the second is heard in b alone; the rows of a name theirs. A second use takes the first one's
+  place."""
+  a, b = (SimpleNamespace(tokens=SimpleNamespace(name=name), routed=routed, kept=["before"]) for name, routed in (
+      ("a", [("teacher_index", "whose")]), ("b", [])))
+  data = object.__new__(PackedData)
+  data._packed, data._arrays, data._routes = [a, b], Arrays(), (ROUTE,)
+  both, one = ([{"ids": f"{who} ids of {name}", "logprobs": f"{who} of {name}"} for name in names] for who, names in (
+      ("first", "ab"), ("second", "b")))
+  kept = of_teachers(2, 4)
+  for _ in range(2):
+    data.use_teachers([SimpleNamespace(sources=names, values=values) for names, values in (
+        (["a", "b"], both), (["b"], one))], kept)
+    assert a.kept == [("teacher_ids", ["first ids of a"]), ("teacher_logprobs", ["first of a"]),
+                      ("teacher_index", "whose")]
+    assert b.kept == [("teacher_ids", ["first ids of b", "second ids of b"]),
+                      ("teacher_logprobs", ["first of b", "second of b"])]
+    assert data._arrays.kept == (*kept, ROUTE)

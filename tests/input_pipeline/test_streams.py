@@ -76,6 +76,8 @@ def test_each_epoch_has_every_document_once_part_by_part_in_another_order(folder
   runs = [[number for number, _ in itertools.groupby(part_of[found[0]] for found in epoch)] for epoch in epochs]
   assert runs[0] == [0, 1, 2, 3] and all(sorted(run) == runs[0] for run in runs) and runs[0] != runs[1] != runs[2]
   assert len({found[0] for found in epochs[0][:7]}) == 2
+  of_parts = {tuple(found for found in epoch if part_of[found[0]] == 0) for epoch in epochs}
+  assert len(of_parts) == 3 and len({tuple(sorted(rows)) for rows in of_parts}) == 1
   assert data.epoch(0) == 0 and data.epoch(5) == pytest.approx(1.5 / 4)  # 15 of the rows: half of the second of 4 parts
   assert data.counters(5)["main"] == {"rows": 15, "epoch": pytest.approx(1.5 / 4)}
 

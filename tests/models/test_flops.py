@@ -29,6 +29,13 @@ def test_flops_against_a_hand_count():
   assert model.flops_per_token(8, document_length=2) < model.flops_per_token(8)
 
 
+def test_flops_of_modules_that_predict_further_ahead_against_a_hand_count():
+  """Each is a layer more, a projection of two hidden states and the unembedding; the embedding is looked up."""
+  model = make(**LLAMA, num_layers=2, mtp_layers=2)
+  layer = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24
+  assert model.flops_per_token(8) == 6 * (4 * layer + 2 * 32 * 16 + 3 * 16 * 56) + 12 * 4 * 4 * 4 * 4.5
+
+
 def test_flops_of_chunks_and_of_experts_in_some_layers_against_a_hand_count():
   model = make(**LLAMA4_MOE)  # layers 0, 2, 4 see chunks and have an MLP; 1 and 3 see all and have experts
   attention = 2 * 16 * 16 + 2 * 16 * 8

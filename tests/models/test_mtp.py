@@ -1,10 +1,12 @@
 """What modules that predict tokens further ahead read, by hand; what they compute: tests/models/hf/test_mtp.py."""
 
+import functools
+
 import jax
 import numpy as np
 
 from configs import deepseek_v3
-from models import api
+from models import api, blocks
 from models.mtp import ahead
 from tests import tiny
 from tests.models.initial import initial
@@ -40,3 +42,25 @@ def test_deepseek_v3_has_as_many_parameters_more_as_published():
     return sum(leaf.size for leaf in tree.flatten(model.abstract_params()).values())
 
   assert round(parameters(0) / 1e9) == 671 and abs(parameters(1) - parameters(0) - 11.5e9) < 0.15e9
+
+
+def test_a_module_reads_what_the_one_before_it_gave():
+  """Only the first reads the decoder: with the first one's kernels of attention and MLP other, so is the second."""
+  model, batch = tiny.model(mtp_layers=2), tiny.batch(2, 8)
+  apply, params = jax.jit(model.apply), initial(model)
+  moved = {**params, "mtp": jax.tree.map(lambda leaf: leaf.at[0].multiply(2.0), params["mtp"])}
+  before, after = (np.asarray(apply(of, batch).ahead) for of in (params, moved))
+  there = np.asarray(batch["segment_ids"]) > 0
+  assert np.any(before[0][there] != after[0][there]) and np.any(before[1][there] != after[1][there])
+  last = {**params, "mtp": jax.tree.map(lambda leaf: leaf.at[1].multiply(2.0), params["mtp"])}
+  np.testing.assert_array_equal(before[0], np.asarray(apply(last, batch).ahead)[0])
+
+
+def test_each_module_has_dropout_of_its_own(monkeypatch):
+  """All parameters but the norms' are 0: nothing passes but what stands in dropout's place, a draw of its key."""
+  monkeypatch.setattr(blocks, "dropout", lambda y, rate, key: y + jax.random.uniform(key, y.shape))
+  model, batch = tiny.model(mtp_layers=2, dropout=0.5), tiny.batch(2, 8)
+  params = tree.unflatten({path: np.full(leaf.shape, float(path.endswith("norm/scale")), np.float32)
+                           for path, leaf in tree.flatten(model.abstract_params()).items()})
+  first, second = jax.jit(functools.partial(model.apply, train=True))(params, batch, rng=jax.random.key(0)).ahead
+  assert np.std(first) > 0.1 and np.abs(first - second).max() > 0.1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import api
 from models.blocks import Block
 from models.sharding import logical_axes
 from tests.models.common import (
@@ -32,6 +33,7 @@ from tests.models.common import (
 from tests.models.initial import initial
 from tests.models.numpy_model import np_forward
 from trainer import tree
+from trainer.config import defaults
 from trainer.distributed import mesh as mesh_lib
 
 
@@ -332,3 +334,13 @@ def test_each_place_of_dropout_has_a_key_of_its_own():
   whole = np.rint(sums[(np.abs(sums - np.rint(sums)) < 0.01).all(-1)]).astype(int)
   counts = {n: (whole == n).mean() for n in np.unique(whole)}
   assert len(counts) == 16 and all(0.03 < share < 0.13 for share in counts.values()), counts
+
+
+def test_a_published_model_has_a_softmax_over_all_its_entries_and_one_of_ones_own_over_its_tokens():
+  """As they were trained: 24 tokens of 32 entries."""
+  for folder, real in ((None, 24), ("a folder", 32)):
+    cfg = defaults().model
+    cfg.update(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, vocab_size=32, hf=folder)
+    model = api.make_model(cfg, vocab_size=24, params_dtype="float32", compute_dtype="float32")
+    logits = jax.eval_shape(model.logits, model.abstract_params(), jax.ShapeDtypeStruct((1, 2), jnp.int32))
+    assert (model.num_real_vocab, model.vocab_size, logits.shape[-1]) == (real, 32, 32)

@@ -74,6 +74,12 @@ def test_what_has_not_ended_is_not_begun_from(calls, tmp_path, how, code, expect
   assert ("does not begin" in capsys.readouterr().err) == bool(expected)
 
 
+def test_what_another_run_has_trained_meanwhile_is_not_trained_again(calls, tmp_path, monkeypatch):
+  """It had the lock, and the run is finished when this one gets it."""
+  monkeypatch.setattr(bases.fcntl, "flock", lambda file, how: begun(tmp_path / "base", "finished"))
+  assert bases.make(config(tmp_path / "base"), tmp_path / "w", []) == 0 and not calls
+
+
 def test_a_path_that_is_typed_is_never_trained_into(calls, tmp_path):
   assert bases.make(config(tmp_path / "base"), tmp_path / "w", [f"--config.init_from.path={tmp_path / 'base'}"]) == 0
   assert not calls and not (tmp_path / "base").exists()

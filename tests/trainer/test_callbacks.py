@@ -120,6 +120,24 @@ def test_health_counts_only_steps_in_a_row_and_names_where_it_began():
     health.on_step_end(run, 4, {**bad, "nonfinite_leaf": 0.0, "nonfinite_in_a_row": 2.0})
 
 
+def test_only_the_first_steps_of_a_process_that_are_not_finite_are_looked_into(monkeypatch):
+  looked, health, run = [], cb.Health(9, ["a"]), fake_run(batch="b")
+  monkeypatch.setattr(health, "_name_rows", lambda run, step: looked.append(step))
+  for step in range(1, 8):
+    health.on_step_end(run, step, {"nonfinite": 1.0, "nonfinite_leaf": 0.0, "nonfinite_in_a_row": float(step % 2)})
+  assert looked == [1, 3, 5]
+
+
+def test_the_bar_stands_at_the_step_wherever_that_is(monkeypatch):
+  """After a spike the steps go on after those that are left out."""
+  moved, progress, run = [], cb.Progress(strategies.find("sft").shown), fake_run()
+  progress.on_rollback(run)
+  progress._bar = types.SimpleNamespace(n=3, set_postfix_str=lambda text, **_: None, update=moved.append)
+  progress.on_step_end(run, 4, {"loss": 2.5})
+  progress.on_step_end(run, 9, {"loss": 2.5})
+  assert moved == [1, 6]
+
+
 def test_the_profiler_stays_off_unless_asked(monkeypatch, tmp_path):
   started = []
   monkeypatch.setattr("jax.profiler.start_trace", lambda *a, **k: started.append(a))

@@ -276,3 +276,13 @@ def test_chunks_of_the_vocabulary_are_those_of_the_platform(tmp_path):
     program_lib.settle(config, platform)
     assert config.model.vocab_chunk == chunk
   assert program_lib.spec.VOCAB_CHUNK != program_lib.spec.VOCAB_CHUNK_ELSEWHERE
+
+
+@pytest.mark.parametrize("images, trained, asked", [
+    (2, {"blocks/q"}, dict(images_per_row=2, tower_frozen=True)), (0, {"vision/q"}, {}),
+    (2, {"blocks/q", "projector/up"}, dict(images_per_row=2, tower_frozen=False)),
+    (2, {"vision/q"}, dict(images_per_row=2, tower_frozen=False))])
+def test_operations_of_a_tower_count_backward_where_something_of_it_is_trained(images, trained, asked):
+  of = SimpleNamespace(model=SimpleNamespace(flops_per_token=lambda seq_len, **more: (seq_len, more)),
+                       optimizer=SimpleNamespace(trainable=trained))
+  assert program_lib.Program.flops_per_token(of, 8, images) == (8, asked)

@@ -91,7 +91,7 @@ def test_a_base_that_is_not_the_one_pinned_is_refused_and_so_is_one_of_which_not
       split=lambda state: ({"step": 4, "params": {"a": PARAMS["a"]}}, frozen),
       merge=lambda stored, left_out: stored | {"params": PARAMS},
       restore_newest=lambda stored: types.SimpleNamespace(
-          state={"step": 4, "params": {"a": PARAMS["a"]}}, path="w/checkpoints/4", arrays=None, meta={
+          state={"step": 4, "params": {"a": PARAMS["a"]}}, path="w/checkpoints/4", arrays={"logprobs": 1}, meta={
               "pinned": state_lib._pinned({}, checkpoints) if was == "same" else was}))
   program = types.SimpleNamespace(abstract_state={"params": PARAMS}, model=None)
   config = types.SimpleNamespace(model=types.SimpleNamespace(hf="folder"))
@@ -108,6 +108,7 @@ def test_a_base_that_is_not_the_one_pinned_is_refused_and_so_is_one_of_which_not
                        ) if told else contextlib.nullcontext():
       start = state_lib.initialise(config, origin, program, checkpoints)
       assert start.origin == "continuing w/checkpoints/4 after step 4" and start.state["params"] is PARAMS
+      assert start.arrays == {"logprobs": 1}
   assert made == [(["b/kernel"], True)]
 
 

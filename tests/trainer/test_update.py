@@ -308,8 +308,11 @@ def test_ema_follows_with_its_decay(clipped):
 
 def test_frozen_parameters_do_not_move():
   update, state = make(8, freeze=("^embed/",))
-  new, _ = update(state, tiny.batch(8, 16))
+  new, metrics = update(state, tiny.batch(8, 16))
   np.testing.assert_array_equal(new["params"]["embed"]["embedding"], state["params"]["embed"]["embedding"])
+  trained = jax.tree.leaves({name: part for name, part in new["params"].items() if name != "embed"})
+  assert float(metrics["param_norm"]) == pytest.approx(
+      np.sqrt(sum(np.square(np.float64(leaf)).sum() for leaf in trained)), rel=1e-6)
   assert np.any(new["params"]["blocks"]["attn"]["q"]["kernel"] != state["params"]["blocks"]["attn"]["q"]["kernel"])
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
 from models import hf
 from tests import tiny
+from trainer import program as program_lib
 from trainer import tree
 from trainer.checkpoints import init_from
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -221,6 +222,40 @@ def test_what_a_run_begins_from_is_looked_for_only_where_it_begins(fresh, found,
                                  model=SimpleNamespace(hf="hf"))
   init_from.look(config, found)
   assert calls == looked
+
+
+@pytest.mark.parametrize("frozen, hf, path, refused", [
+    ("float32", None, None, False), ("float32", "folder", None, True), ("bfloat16", None, "run", True),
+    ("int8", "folder", None, False), ("nf4", None, "run", False)])
+def test_only_a_base_that_is_read_as_it_was_must_be_the_same_to_the_bit(frozen, hf, path, refused, monkeypatch, caplog):
+  """One that is drawn or rounded again may differ on another kind of device, and is told."""
+  monkeypatch.setattr(init_from.checkpoint, "read_meta", lambda folder: {"pinned": {"base": "then"}})
+  monkeypatch.setattr(init_from, "fingerprint", lambda base: base)
+  config = SimpleNamespace(precision=SimpleNamespace(frozen=frozen), model=SimpleNamespace(hf=hf),
+                           init_from=SimpleNamespace(path=path))
+  init_from.check_base(config, "then", "from there", "4")
+  assert "fingerprint" not in caplog.text
+  if refused:
+    with pytest.raises(ConfigError, match=f"has now. Its files have changed since; put back .*{hf or path}"):
+      init_from.check_base(config, "now", "from there", "4")
+  else:
+    init_from.check_base(config, "now", "from there", "4")
+    assert "has now. It was rounded or drawn on another kind of device" in caplog.text
+
+
+def test_parameters_are_of_init_from_where_the_architecture_is_that_of_another_folder(tmp_path):
+  """Two folders of one shape, with other numbers in them."""
+  named, wanted = (tiny.hf_folder(tmp_path / name, seed) for name, seed in (("model", 1), ("init_from", 2)))
+  config, _ = program_lib.resolve(tiny.config(tmp_path, model=dict(hf=str(named)), init_from=dict(hf=str(wanted))))
+  program_lib.settle(config, "cpu")
+  model = program_lib.make_model(config, 260)
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  target = {"embed": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                                  model.abstract_params()["embed"])}
+  found, where = init_from.first_params(init_from.origin_of(config), model, target, partial=True)
+  np.testing.assert_array_equal(found["embed"]["embedding"],
+                                load_file(wanted / "model.safetensors")["model.embed_tokens.weight"])
+  assert where == f"1 arrays from {wanted}"
 
 
 def test_rows_of_a_table_are_those_of_tokens_whichever_way_it_lies():

@@ -1,5 +1,7 @@
 """Meshes: clear refusals, and placement by rules. That they change no number: test_layouts.py."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,3 +268,15 @@ def test_a_batch_that_is_whole_here_is_placed_row_by_row():
   for name, part in batch.items():
     np.testing.assert_array_equal(placed[name], part)
     assert {shard.data.shape[0] for shard in placed[name].addressable_shards} == {2}
+
+
+@pytest.mark.host_patches
+def test_a_process_builds_the_rows_of_its_own_devices_alone(monkeypatch):
+  """Of eight rows it holds two devices' parts, 2 to 3 and 6 to 7; other processes hold the others."""
+  mine = [(slice(6, 8),), (slice(2, 4),)]
+  sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: dict(enumerate(mine)))
+  monkeypatch.setattr(mesh_lib.jax, "make_array_from_callback", lambda shape, sharding, shard: (
+      shape, [shard((*index, slice(None))).tolist() for index in mine]))
+  asked = []
+  placed = mesh_lib.place_batch(lambda rows: asked.append(rows.tolist()) or {"x": rows[:, None] * 10}, 8, sharding)
+  assert asked == [[2, 3, 6, 7]] and placed == {"x": ((8, 1), [[[60], [70]], [[20], [30]]])}

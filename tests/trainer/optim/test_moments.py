@@ -219,6 +219,19 @@ def test_large_arrays_go_layer_by_layer_to_the_same_values(name, first, monkeypa
   assert not any(np.asarray(x) for x in jax.tree.leaves(kept[2]))
 
 
+def test_a_large_array_is_one_update_of_its_layers(monkeypatch):
+  """What corrects Adam's first steps counts updates, not layers: of two steps with equal layers both stay equal, and
+  move by the learning rate each time, since all gradients are the same."""
+  monkeypatch.setattr(optim, "LARGE", 1)
+  params = {"w": jnp.zeros((3, 2, 2), jnp.bfloat16)}
+  optimizer = make("adamw", params=params, learning_rate=0.25, weight_decay=0.0)
+  state, advance = optimizer.init(params), jax.jit(optimizer.advance)
+  for step in (0, 1):
+    params, state, _ = advance({"w": jnp.ones((3, 2, 2))}, state, params, step)
+    np.testing.assert_array_equal(np.float32(params["w"]), -0.25 * (step + 1))
+    assert int(state["adam"]["count"]) == step + 1
+
+
 def test_layer_by_layer_numbers_are_rounded_at_random_as_well(monkeypatch):
   """T33, and no two layers by the same bits."""
   monkeypatch.setattr(optim, "LARGE", 1)

@@ -281,6 +281,15 @@ def test_freezing_does_not_change_the_others():
     assert (update == whole[path]).all()
 
 
+def test_what_is_frozen_stays_frozen_among_what_alone_is_trained():
+  """As with adapters: of the blocks, which are all that may be trained, the config freezes attention."""
+  config = defaults()
+  config.optimizer.freeze = ("attn",)
+  optimizer = optim.make_optimizer(config.optimizer, config.schedule, jax.eval_shape(lambda: tree(0)), only="^blocks/",
+                                   total_steps=TOTAL, to_steps=lambda cfg, prefix, default=None, where="": 0)
+  assert optimizer.trainable == {"blocks/mlp/down/kernel"}
+
+
 def test_freezing_everything_is_an_error():
   with pytest.raises(ConfigError, match="freezes all 6 parameters"):
     make(freeze=(".",))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline.steps import steps_of_rollouts
+from input_pipeline.steps import PROMPTS, Past, Piece, steps_of_rollouts
 from tests import programs
 from tests.trainer import rollout_runs
 from tests.trainer.rollout_runs import STOP, assert_same_state, start_of, table, write_prompts
@@ -228,6 +228,19 @@ def test_after_a_restart_what_waits_is_as_old_as_its_oldest_tokens():
 
   ahead.restore(5, None, [waiting(5, 3), waiting(6, 4, oldest=3), waiting(7, 6)])
   assert [rollout.number for rollout in ahead.ready] == [5] and ahead.made.number == 5
+
+
+def test_a_rollout_is_of_the_size_of_the_steps_that_it_is_trained_in():
+  """Sampled by the policy of step 3, for step 5, from which on the config has two prompts and no longer four."""
+  past = Past(3, 5, PROMPTS, (Piece(0, 0, 4),), 0)
+  ahead = Ahead(Fake(), steps_of_rollouts(2, 1, 1, past), None, 2)
+  waiting = [Rollout(n, n - 2, n, 1, 1, 4 * n + 4, [0] * 4, experience.collect([]), {}, None, []) for n in (3, 4)]
+  ahead.restore(3, None, waiting)
+  run = run_of(6)
+  run.step, run.state["params"] = 3, {"w": jnp.asarray(3)}
+  assert ahead.fill(run, True)
+  assert [(made.first_step, made.version, len(made.groups)) for made in ahead.ready] == [
+      (3, 1, 4), (4, 2, 4), (5, 3, 2)]
 
 
 def test_prompts_that_end_are_not_drawn_again():

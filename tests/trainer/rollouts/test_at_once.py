@@ -18,7 +18,7 @@ from trainer.config import defaults, reward
 from trainer.distributed import processes
 from trainer.errors import ConfigError
 from trainer.rollouts import experience, options
-from trainer.rollouts.at_once import Agreed
+from trainer.rollouts.at_once import Agreed, Concurrent
 from trainer.rollouts.experience import Trajectory
 from trainer.rollouts.groups import NoSignal
 from trainer.rollouts.producer import Rollout
@@ -165,3 +165,19 @@ def test_an_update_that_has_a_rollout_does_not_wait_for_the_next(monkeypatch):
       ahead.close()
 
   assert two_threads.run(monkeypatch, play) == [True] * 2 and waited == [False]
+
+
+def test_sampling_at_once_goes_on_with_its_own_copy_when_the_update_takes_the_runs_parameters():
+  gate = threading.Event()
+  fake = Fake(lambda number: gate.wait(30))
+  ahead, run = Concurrent(fake, steps_of_rollouts(4, 1, 1), None, 2), run_of(20)
+  run.state["params"] = {"w": jnp.asarray(7)}
+  try:
+    assert ahead.fill(run, False)
+    run.state["params"]["w"].delete()  # as the step does, to which it is donated
+    run.state["params"] = {"w": jnp.asarray(8)}
+    gate.set()
+    assert ahead.fill(run, True) and fake.asked[0] == (0, 0, 0, 0, 7)
+  finally:
+    gate.set()
+    ahead.close()

@@ -226,6 +226,21 @@ def test_what_was_kept_and_shared_is_counted_over_all_attempts():
   assert roll(make(lambda n, sample: 1.0)).metrics.keys().isdisjoint({"rollout/prompt_tokens_run"})
 
 
+def test_a_rollout_is_as_old_as_the_oldest_token_of_its_groups():
+  """Of two that were carried, whose first tokens are of policies 4 and 3, and 2 and 4."""
+  made = make(lambda n, sample: float(sample), _max_staleness=9)
+  carried = [Group(number, "a seed", [Text(np.array([5, 1], np.int32), -np.ones(2), np.array([version, 4]), "stop")
+                                      for version in versions]) for number, versions in ((9, (4, 3)), (8, (2, 4)))]
+
+  def go_on(policies, begun, need, ages, stopped):
+    items = [made._prompts.item(group.number) for group in begun]
+    return items, made._sample(policies, items, "a seed", stopped), begun, []
+
+  made._go_on = go_on
+  found = roll(made, 1, roll(made)._replace(carried=carried), 6)
+  assert (found.groups, found.oldest, found.version, found.drawn) == ([9, 8], 2, 4, 2)
+
+
 @pytest.mark.parametrize("held, asked, found", [
     (None, None, 0), (None, 0, 0), (3, None, 3), (3, 3, 3), (3, 0, 0), (3, 2, None), (None, 1, None)])
 def test_a_schedule_says_how_many_rows_go_on(held, asked, found):

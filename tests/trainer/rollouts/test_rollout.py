@@ -30,6 +30,7 @@ from trainer.config import defaults, reward, strategy
 from trainer.errors import ConfigError, DataError
 from trainer.modes import inspect
 from trainer.rollouts import rollout, schedule
+from trainer.rollouts.carried import fresh
 from trainer.rollouts.experience import Trajectory, collect
 from trainer.rollouts.groups import NoSignal
 from trainer.rollouts.producer import Policy, Rollout
@@ -515,6 +516,36 @@ def test_rollouts_that_teach_nothing_end_a_run_unless_it_has_learned_and_all_are
   with pytest.raises(DataError, match=re.escape(
       f"3 rollouts in a row taught nothing, from step {first} to {first + 8}{since}. Of the last: all rewards are 0.")):
     run.take(data, 1)
+
+
+def test_a_run_that_goes_on_knows_that_it_had_learned_and_how_often_nothing_was_since(scripted):
+  """Equal rewards end only a run that never learned; missing ones end it at the third, two of them before the stop."""
+  for equal, ends in ((True, False), (False, True)):
+    data, ahead = scripted(rollout=dict(max_without_lesson=3))
+    run, made = ScriptedRun(), ahead.rollout
+    run.take(data, 4)
+    lost = NoSignal("there are none", "Look.", equal)
+    ahead.rollout = lambda number, made=made, lost=lost: made(number)._replace(no_signal=lost)
+    run.take(data, 8)
+    meta, arrays = data.saved(12)
+    again, ahead = scripted(rollout=dict(max_without_lesson=3))
+    ahead.rollout = lambda number, made=made, lost=lost: made(number)._replace(no_signal=lost)
+    again.restore(12, json.loads(json.dumps(meta)), arrays)
+    with pytest.raises(DataError, match="3 rollouts in a row taught nothing, from step 5 to 13. Of the last: there are"
+                       ) if ends else contextlib.nullcontext():
+      run_from(12).take(again, 12)
+
+
+@pytest.mark.parametrize("fingerprint, numbers", [("f", [9]), ("of other prompts", [])])
+def test_groups_that_had_begun_go_on_only_with_the_prompts_that_they_are_of(scripted, fingerprint, numbers):
+  data, _ = scripted()
+  ScriptedRun().take(data, 4)
+  data._now = data._now._replace(carried=[fresh(9, "a seed", 2)])
+  meta, arrays = data.saved(4)
+  again, ahead = scripted()
+  again.fingerprint = fingerprint
+  again.restore(4, json.loads(json.dumps(meta)), arrays)
+  assert [group.number for group in ahead.went_on[1].carried] == numbers
 
 
 def test_a_run_that_goes_on_with_other_sizes_knows_what_was_taken(scripted):

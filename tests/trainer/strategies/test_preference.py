@@ -219,9 +219,9 @@ def test_terms_are_means_over_pairs_and_over_tokens_with_their_coefficients():
   assert mean(metrics["losses/bco_pair"]) == pytest.approx(per_pair("bco_pair"), rel=1e-6)
   assert mean(metrics["losses/sft"]) == pytest.approx(nll, rel=1e-6)
 
-  terms, _ = preference.terms(pairs, cfg(loss={"orpo": 2.0, "cpo": 1.0, "sft": 0.25}, cpo_alpha=0.5))
-  assert mean(terms["loss"]) == pytest.approx(2 * per_pair("orpo") + per_pair("cpo"), rel=1e-6)
-  assert mean(terms["sft"]) == pytest.approx((2.0 + 0.5 + 0.25) * nll, rel=1e-6)
+  terms, _ = preference.terms(pairs, cfg(loss={"orpo": 2.0, "cpo": 3.0, "sft": 0.25}, cpo_alpha=0.5))
+  assert mean(terms["loss"]) == pytest.approx(2 * per_pair("orpo") + 3 * per_pair("cpo"), rel=1e-6)
+  assert mean(terms["sft"]) == pytest.approx((2.0 + 3 * 0.5 + 0.25) * nll, rel=1e-6)
 
   terms, _ = preference.terms(pairs, cfg(loss={"sft": 2.0}))
   assert list(terms) == ["loss"] and mean(terms["loss"]) == pytest.approx(2 * nll, rel=1e-6)

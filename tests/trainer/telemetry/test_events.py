@@ -131,3 +131,15 @@ def test_only_a_run_that_was_stopped_says_so(tmp_path):
     notes, run, _ = noting(tmp_path, step)
     notes.on_train_end(run)
     assert [row["text"] for row in read_notes(tmp_path / "notes.jsonl")] == texts
+
+
+def test_what_was_said_up_to_the_step_that_a_run_goes_on_from_stays(tmp_path):
+  """Of later steps only what happened to the process."""
+  notes, run, _ = noting(tmp_path, 3)
+  for step in (3, 4):
+    run.step = step
+    for kind in ("health", "warning"):
+      run.note(kind, "a", f"{kind} {step}")
+  notes._listen_no_more()
+  noting(tmp_path, 3)[0]._listen_no_more()
+  assert [row["text"] for row in read_notes(tmp_path / "notes.jsonl")] == ["health 3", "warning 3", "warning 4"]

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import pytest
 from input_pipeline import loader
 from tests import tiny
 from trainer import strategies, train
+from trainer.distributed import mesh as mesh_lib
 from trainer.metrics import Mean
+from trainer.telemetry.row_losses import Rows
 from trainer.telemetry.writers import read_rows
 
 pytestmark = [pytest.mark.devices(8), pytest.mark.host_patches]
@@ -107,3 +110,19 @@ def test_only_the_first_such_steps_are_looked_into(corpus, tmp_path, monkeypatch
   with pytest.raises(FloatingPointError):
     train(c, tmp_path)
   assert len(told(tmp_path)) == 3
+
+
+def test_rows_are_looked_at_with_the_dropout_of_their_update():
+  """Update 7 follows 6 others. Of four rows in two micro-batches, the first has rows 0 and 2."""
+  def loss_fn(params, micro, rng):
+    return {"loss": Mean(jax.random.uniform(rng, micro["tokens"].shape[:1]), micro["loss_weights"].sum(1))}, {}
+
+  mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
+  run = SimpleNamespace(mesh=mesh, state={"params": {}}, reference=None, config=SimpleNamespace(activation_rules=()),
+                        program=SimpleNamespace(loss_fn=loss_fn, options=SimpleNamespace(seed=5, micro_batch_size=2)))
+  batch = {"tokens": jnp.zeros((4, 3), jnp.int32), "loss_weights": jnp.ones((4, 3)), "stop_requests": jnp.zeros(1)}
+  sums_B, weights_B = Rows(run).losses(batch, 7)
+  key = jax.random.fold_in(jax.random.key(5), 6)
+  of_micros = [jax.random.uniform(jax.random.fold_in(key, index), (2,)) for index in (0, 1)]
+  np.testing.assert_array_equal(sums_B, np.stack(of_micros, axis=1).reshape(-1))
+  assert weights_B.tolist() == [3.0] * 4
