@@ -93,7 +93,7 @@ class SelfAttention(nnx.Module):
       active_B = tokens.segments[:, 0] > 0
       new, seen = (past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window) if made else
                    (past.cache, past.seen(window)))
-      out_BxTxHxK = attend_to_past(rule, q_BxTxHxK, seen, active_B, sinks_H=sinks_H)
+      out_BxTxHxK = attend_to_past(rule, q_BxTxHxK, seen, active_B, sinks_H=sinks_H, impl=s.attention)
     if s.attention_gate:
       out_BxTxHxK = out_BxTxHxK * jax.nn.sigmoid(gate_BxTxHxK.astype(jnp.float32)).astype(out_BxTxHxK.dtype)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)

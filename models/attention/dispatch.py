@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models import gpu
-from models.attention import blocked, ring
+from models.attention import blocked, past_kernel, ring
 from models.attention import gpu as attention_gpu
 from models.attention import tpu as attention_tpu
 from models.attention.blocked import MASKED, Span
@@ -146,7 +146,8 @@ def _spans(T: int, block: int, rule: Rule, causal: bool) -> tuple[Span, ...]:
 
 
 def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.Array, *,
-                   sinks_H: jax.Array | None = None, more: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
+                   sinks_H: jax.Array | None = None, more: tuple[jax.Array, jax.Array] | None = None,
+                   impl: str = "auto") -> jax.Array:
   """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
 
   Args:
@@ -155,8 +156,15 @@ def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.A
     active_B: False for rows without a token, whose output is 0.
     sinks_H: see `QKV`.
     more: further dimensions of queries and keys, whose products are added.
+    impl: as of `attention`: `triton` and `auto`, which means GPUs alone, take the kernel of past_kernel.py where it
+      can, of rows without pages and queries without further dimensions.
   """
   k_BxGxSxK, v_BxGxSxK, seen_BxS, table = seen
+  if table is None and more is None and (impl == "triton" or (impl == "auto" and logical_axes.platform() == "gpu")):
+    reason = attention_gpu.refusal_to_past(logical_axes.device(), rule, q_Bx1xHxK, k_BxGxSxK)
+    if reason is None:
+      return _to_past_by_kernel(rule, q_Bx1xHxK, seen, active_B, sinks_H)
+    gpu.warn("attention to a cache", reason)
   B, _, H, K = q_Bx1xHxK.shape
   G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
   pairs = [(q_Bx1xHxK, k_BxGxSxK), *([] if more is None else [more])]
@@ -183,3 +191,23 @@ def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.A
     total_BxGxRx1 = total_BxGxRx1 + jnp.exp(sinks_GxRx1 - top_BxGxRx1)
   out_BxGxRxK = out_BxGxRxK / total_BxGxRx1
   return jnp.where(active_B[:, None, None, None], out_BxGxRxK, 0.0).astype(dtype).reshape(B, 1, H, K)
+
+
+def _to_past_by_kernel(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.Array, sinks_H: jax.Array | None
+                       ) -> jax.Array:
+  """`attend_to_past`, each device for its rows and heads."""
+  attend = functools.partial(past_kernel.attend, rule, interpret=logical_axes.platform() != "gpu")
+
+  def local(q_Bx1xHxK, k_BxGxSxK, v_BxGxSxK, seen_BxS, sinks_H):
+    return attend(q_Bx1xHxK[:, 0], k_BxGxSxK, v_BxGxSxK, seen_BxS, sinks_H=sinks_H)[:, None]
+
+  given = q_Bx1xHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen.seen_BxS & active_B[:, None], sinks_H
+  placed = logical_axes.current()
+  if placed is None:
+    return local(*given)
+  # Where key/value heads cannot be split as query heads are, each device has all of both.
+  batch, _, heads, _ = placed.spec(("batch", None, "heads", None), q_Bx1xHxK.shape)
+  heads = heads if placed.spec((None, "heads"), seen.keys_BxGxSxK.shape[:2])[1] == heads else None
+  by_head, cache = PartitionSpec(batch, None, heads), PartitionSpec(batch, heads)
+  return jax.shard_map(local, mesh=placed.mesh, out_specs=by_head, check_vma=False, in_specs=(
+      by_head, cache, cache, PartitionSpec(batch), PartitionSpec(heads)))(*given)

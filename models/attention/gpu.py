@@ -1,5 +1,5 @@
-"""Attention on GPU: whether the kernels of models/attention/gpu_kernels.py are taken, behind the promises of
-models/attention/dispatch.py.
+"""Attention on GPU: whether the kernels of models/attention/gpu_kernels.py and past_kernel.py are taken, behind the
+promises of models/attention/dispatch.py.
 
 Without a GPU they are interpreted, which is slow and gives the same numbers: how they are tested. On a GPU that is here
 they are tried before they are trusted.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import gpu
-from models.attention import blocked, mask
+from models.attention import blocked, mask, past_kernel
 from models.attention import gpu_kernels as flash_gpu
 from models.attention.blocked import Span
 from models.attention.mask import QKV, Rule, Side
@@ -90,3 +90,41 @@ def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jn
   ours = jax.jit(functools.partial(run, lambda q, k, v: attend(rule, QKV(q, k, v), queries, keys)))(q, k, v, dout)
   exact = jax.jit(functools.partial(run, reference))(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
   return gpu.off(ours, exact)
+
+
+def refusal_to_past(device: Any, rule: Rule, q_Bx1xHxK: jax.Array, k_BxGxSxK: jax.Array) -> str | None:
+  """Why the kernel for one more token per row is not taken, as `refusal` says it."""
+  (_, G, S, K), H = k_BxGxSxK.shape, q_Bx1xHxK.shape[2]
+  if K < 16 or K > MAX_HEAD or K & (K - 1):
+    return f"heads of size {K}; allowed: powers of two from 16 to {MAX_HEAD}"
+  if past_kernel.tile(S) < 16:
+    return f"a cache of {S} slots, which is no multiple of 16"
+  if device.platform != "gpu":
+    return None
+  if (reason := gpu.unsuitable(device, q_Bx1xHxK.dtype)) is not None or not gpu.is_here(device):
+    return reason
+  return _distrust_to_past(rule, H // G, K, q_Bx1xHxK.dtype.name, k_BxGxSxK.dtype.name)
+
+
+@functools.cache
+def _distrust_to_past(rule: Rule, R: int, K: int, dtype: str, of_cache: str) -> str | None:
+  return gpu.tried(lambda: error_to_past(past_kernel.attend, rule, R, K, dtype, of_cache))
+
+
+def error_to_past(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jnp.bfloat16,
+                  of_cache: Any = jnp.bfloat16) -> float:
+  """How far `attend(rule, q, k, v, seen)` of a cache made up is from a softmax in float32 (`gpu.off`)."""
+  B, G, S = 3, 2, 1024
+  numbers, slots = np.random.default_rng(0), np.arange(S)
+  q, k, v = (jnp.asarray(numbers.normal(size=shape), kind).astype(jnp.float32)
+             for shape, kind in (((B, G * R, K), dtype), ((B, G, S, K), of_cache), ((B, G, S, K), of_cache)))
+  seen_BxS = jnp.asarray(np.stack([slots < 1000, slots < 70, (slots > 300) & (slots < 900)]))
+
+  def exact(q, k, v):
+    scores = rule.scale * jnp.einsum("bgrk,bgsk->bgrs", q.reshape(B, G, R, K), k, precision="highest")
+    scores = scores if rule.logit_cap is None else rule.logit_cap * jnp.tanh(scores / rule.logit_cap)
+    weights = jax.nn.softmax(jnp.where(seen_BxS[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bgrs,bgsk->bgrk", weights, v, precision="highest").reshape(B, G * R, K)
+
+  ours = jax.jit(functools.partial(attend, rule))(q.astype(dtype), k.astype(of_cache), v.astype(of_cache), seen_BxS)
+  return gpu.off([ours], [jax.jit(exact)(q, k, v)])
