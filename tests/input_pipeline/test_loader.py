@@ -103,7 +103,7 @@ def test_epochs_hold_the_same_rows_in_other_orders(tmp_path):
   assert rows[0].tolist() != rows[1].tolist()
   assert sorted(rows[0].tolist()) == sorted(rows[1].tolist())
   c.seed += 1
-  of_another = rows_of(make(c, tmp_path), data.steps_for_rows(both))[:len(rows[0])].tolist()
+  of_another = rows_of(make(c, tmp_path), data.taken.steps_for(both))[:len(rows[0])].tolist()
   assert sorted(of_another) == sorted(rows[0].tolist()) and of_another not in rows.tolist()
 
 
