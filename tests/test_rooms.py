@@ -36,7 +36,7 @@ MORE_PARAMETERS = {
     ("input_pipeline/packing.py", "make_plan"): OPTIONS,
     ("models/api.py", "make_model"): "what it gives a model's class, which may be a user's own, by name",
     **{(f"models/attention/{file}.py", f"{pass_}.kernel"): "Pallas gives a kernel one reference an array, in order"
-       for file, passes in (("gpu_kernels", ("_forward", "_to_queries", "_to_keys")), ("past_kernel", ("_call",)),
+       for file, passes in (("gpu_kernels", ("_forward", "_to_queries", "_to_keys")),
                             ("delta_kernels", ("_read", "_read_back", "_gradients"))) for pass_ in passes},
     ("models/flops.py", "per_token"): "a formula of as many numbers",
     ("models/hf/__init__.py", "save"): OPTIONS,

@@ -157,11 +157,12 @@ def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.A
     sinks_H: see `QKV`.
     more: further dimensions of queries and keys, whose products are added.
     impl: as of `attention`: `triton` and `auto`, which means GPUs alone, take the kernel of past_kernel.py where it
-      can, of rows without pages and queries without further dimensions.
+      can, of queries without further dimensions; of pages on one device.
   """
   k_BxGxSxK, v_BxGxSxK, seen_BxS, table = seen
-  if table is None and more is None and (impl == "triton" or (impl == "auto" and logical_axes.platform() == "gpu")):
-    reason = attention_gpu.refusal_to_past(logical_axes.device(), rule, q_Bx1xHxK, k_BxGxSxK)
+  by_kernel = impl == "triton" or (impl == "auto" and logical_axes.platform() == "gpu")
+  if by_kernel and more is None and (table is None or logical_axes.current() is None):
+    reason = attention_gpu.refusal_to_past(logical_axes.device(), rule, q_Bx1xHxK, seen)
     if reason is None:
       return _to_past_by_kernel(rule, q_Bx1xHxK, seen, active_B, sinks_H)
     gpu.warn("attention to a cache", reason)
@@ -197,17 +198,18 @@ def _to_past_by_kernel(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: j
                        ) -> jax.Array:
   """`attend_to_past`, each device for its rows and heads."""
   attend = functools.partial(past_kernel.attend, rule, interpret=logical_axes.platform() != "gpu")
-
-  def local(q_Bx1xHxK, k_BxGxSxK, v_BxGxSxK, seen_BxS, sinks_H):
-    return attend(q_Bx1xHxK[:, 0], k_BxGxSxK, v_BxGxSxK, seen_BxS, sinks_H=sinks_H)[:, None]
-
-  given = q_Bx1xHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen.seen_BxS & active_B[:, None], sinks_H
+  active_BxS = active_B[:, None] if seen.table is None else seen.table.per_page(active_B)[:, None]
+  seen = seen._replace(seen_BxS=seen.seen_BxS & active_BxS)
   placed = logical_axes.current()
   if placed is None:
-    return local(*given)
+    return attend(q_Bx1xHxK[:, 0], seen, sinks_H=sinks_H)[:, None]
+
+  def local(q_Bx1xHxK, sinks_H, *cache):
+    return attend(q_Bx1xHxK[:, 0], Seen(*cache), sinks_H=sinks_H)[:, None]
+
   # Where key/value heads cannot be split as query heads are, each device has all of both.
   batch, _, heads, _ = placed.spec(("batch", None, "heads", None), q_Bx1xHxK.shape)
   heads = heads if placed.spec((None, "heads"), seen.keys_BxGxSxK.shape[:2])[1] == heads else None
   by_head, cache = PartitionSpec(batch, None, heads), PartitionSpec(batch, heads)
   return jax.shard_map(local, mesh=placed.mesh, out_specs=by_head, check_vma=False, in_specs=(
-      by_head, cache, cache, PartitionSpec(batch), PartitionSpec(heads)))(*given)
+      by_head, PartitionSpec(heads), cache, cache, PartitionSpec(batch)))(q_Bx1xHxK, sinks_H, *seen[:3])

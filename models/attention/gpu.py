@@ -18,6 +18,7 @@ from models.attention import blocked, mask, past_kernel
 from models.attention import gpu_kernels as flash_gpu
 from models.attention.blocked import Span
 from models.attention.mask import QKV, Rule, Side
+from models.attention.pages import PAGE, Seen, Table
 
 # The largest head that a tile's accumulators leave registers for.
 MAX_HEAD = 256
@@ -92,18 +93,18 @@ def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jn
   return gpu.off(ours, exact)
 
 
-def refusal_to_past(device: Any, rule: Rule, q_Bx1xHxK: jax.Array, k_BxGxSxK: jax.Array) -> str | None:
+def refusal_to_past(device: Any, rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen) -> str | None:
   """Why the kernel for one more token per row is not taken, as `refusal` says it."""
-  (_, G, S, K), H = k_BxGxSxK.shape, q_Bx1xHxK.shape[2]
+  (_, G, S, K), H = seen.keys_BxGxSxK.shape, q_Bx1xHxK.shape[2]
   if K < 16 or K > MAX_HEAD or K & (K - 1):
     return f"heads of size {K}; allowed: powers of two from 16 to {MAX_HEAD}"
-  if past_kernel.tile(S) < 16:
+  if past_kernel.tile(seen) < 16:
     return f"a cache of {S} slots, which is no multiple of 16"
   if device.platform != "gpu":
     return None
   if (reason := gpu.unsuitable(device, q_Bx1xHxK.dtype)) is not None or not gpu.is_here(device):
     return reason
-  return _distrust_to_past(rule, H // G, K, q_Bx1xHxK.dtype.name, k_BxGxSxK.dtype.name)
+  return _distrust_to_past(rule, H // G, K, q_Bx1xHxK.dtype.name, seen.keys_BxGxSxK.dtype.name)
 
 
 @functools.cache
@@ -113,7 +114,7 @@ def _distrust_to_past(rule: Rule, R: int, K: int, dtype: str, of_cache: str) -> 
 
 def error_to_past(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jnp.bfloat16,
                   of_cache: Any = jnp.bfloat16) -> float:
-  """How far `attend(rule, q, k, v, seen)` of a cache made up is from a softmax in float32 (`gpu.off`)."""
+  """How far `attend(rule, q, seen)` of a cache made up, in rows and in pages, is from a float32 softmax (`gpu.off`)."""
   B, G, S = 3, 2, 1024
   numbers, slots = np.random.default_rng(0), np.arange(S)
   q, k, v = (jnp.asarray(numbers.normal(size=shape), kind).astype(jnp.float32)
@@ -126,5 +127,11 @@ def error_to_past(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: 
     weights = jax.nn.softmax(jnp.where(seen_BxS[:, None, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bgrs,bgsk->bgrk", weights, v, precision="highest").reshape(B, G * R, K)
 
-  ours = jax.jit(functools.partial(attend, rule))(q.astype(dtype), k.astype(of_cache), v.astype(of_cache), seen_BxS)
-  return gpu.off([ours], [jax.jit(exact)(q, k, v)])
+  last, number, by_page = B * S // PAGE - 1, jnp.arange(B * S // PAGE), seen_BxS.reshape(-1, PAGE)[::-1]
+  table = Table((last - number).reshape(B, -1), (last - number) // (S // PAGE), (last - number) % (S // PAGE) * PAGE)
+  rows = [x.astype(of_cache) for x in (k, v)]
+  pages = [x.reshape(B, G, -1, PAGE, K).swapaxes(1, 2).reshape(-1, G, PAGE, K)[::-1] for x in rows]
+  run = jax.jit(functools.partial(attend, rule))
+  ours = [run(q.astype(dtype), Seen(rows[0], rows[1], seen_BxS)),
+          run(q.astype(dtype), Seen(pages[0], pages[1], by_page, table))]
+  return gpu.off(ours, [jax.jit(exact)(q, k, v)] * 2)

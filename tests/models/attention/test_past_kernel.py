@@ -14,7 +14,7 @@ from models.attention import gpu as attention_gpu
 from models.attention import past_kernel
 from models.attention.dispatch import attend_to_past
 from models.attention.mask import Rule
-from models.attention.pages import Seen
+from models.attention.pages import PAGE, Seen, Table
 from models.sharding import logical_axes
 from tests.models.common import make, random_params
 from trainer.planning import gpu as plan_gpu
@@ -49,15 +49,38 @@ def test_equals_a_softmax_by_hand(slots, rule, with_sinks, parts):
   """Also where a part of a row sees nothing, and where a row does."""
   q, k, v, seen = made(slots)
   sinks = jnp.linspace(-1, 2, G * R) if with_sinks else None
-  run = functools.partial(past_kernel.attend, rule, sinks_H=sinks, interpret=True)
+
+  def run(q, k, v, seen):
+    return past_kernel.attend(rule, q, Seen(k, v, seen), sinks_H=sinks, interpret=True)
+
   np.testing.assert_allclose(jax.jit(run)(q, k, v, seen), by_hand(rule, q, k, v, seen, sinks), atol=2e-6)
   call = str(jax.make_jaxpr(run)(q, k, v, seen))
   assert f"f32[{B},{G},{parts},16,{K}]" in call
 
 
+def test_pages_are_read_wherever_they_lie():
+  """Of rows with different numbers of them; some pages are nobody's, and hold what is not a number."""
+  q, k, v, seen = made(192)
+  seen = seen & (np.arange(192) < np.array([192, 100, 64, 64])[:, None])
+  owns, order = [3, 2, 1, 1], np.append(8, np.random.default_rng(1).permutation(8))
+  table, owners, firsts = np.full((B, 3), 9, np.int32), np.full(9, B, np.int32), np.zeros(9, np.int32)
+  pages = [np.full((9, G, 64, K), np.nan, np.float32) for _ in "kv"]
+  seen_in, place = np.zeros((9, 64), bool), 0
+  for row, own in enumerate(owns):
+    for j in range(own):
+      page, slots = order[place], slice(64 * j, 64 * (j + 1))
+      table[row, j], owners[page], firsts[page], place = page, row, 64 * j, place + 1
+      seen_in[page] = seen[row, slots]
+      for to, x in zip(pages, (k, v), strict=True):
+        to[page] = x[row, :, slots]
+  given = Seen(*map(jnp.asarray, pages), jnp.asarray(seen_in), Table(*map(jnp.asarray, (table, owners, firsts))))
+  out = attend_to_past(Rule(0.3), q[:, None], given, jnp.array([True, True, True, False]), impl="triton")[:, 0]
+  np.testing.assert_allclose(out, by_hand(Rule(0.3), q, k, v, seen & np.array([[1], [1], [1], [0]], bool)), atol=2e-6)
+
+
 def test_slots_that_are_not_seen_change_no_bit():
   q, k, v, seen = made(256)
-  run = jax.jit(functools.partial(past_kernel.attend, Rule(0.3), interpret=True))
+  run = jax.jit(lambda q, *given: past_kernel.attend(Rule(0.3), q, Seen(*given), interpret=True))
   hidden = ~seen[:, None, :, None]
   changed = jnp.where(hidden, 1e30, k), jnp.where(hidden, -1e30, v)
   np.testing.assert_array_equal(run(q, k, v, seen), run(q, *changed, seen))
@@ -69,7 +92,7 @@ def test_tiles_without_a_slot_that_is_seen_are_passed_over():
   seen = seen.at[:, 64:192].set(False).at[1, 70].set(True)
   unread = jnp.zeros((B, 1, 256, 1), bool).at[0, :, 192:].set(True).at[1, :, :64].set(True).at[2, :, 64:].set(True)
   seen = seen & ~unread[:, 0, :, 0]
-  run = jax.jit(functools.partial(past_kernel.attend, Rule(0.3), interpret=True))
+  run = jax.jit(lambda q, *given: past_kernel.attend(Rule(0.3), q, Seen(*given), interpret=True))
   np.testing.assert_array_equal(run(q, jnp.where(unread, jnp.nan, k), jnp.where(unread, jnp.nan, v), seen),
                                 run(q, k, v, seen))
 
@@ -80,8 +103,8 @@ def test_the_trial_allows_what_bfloat16_rounds_and_little_more():
     assert attention_gpu.error_to_past(attend, rule) < gpu.MOST_OFF / 2
     assert attention_gpu.error_to_past(attend, rule, dtype=jnp.float32, of_cache=jnp.float32) < 1e-5
 
-  def sees_one_more(rule, q, k, v, seen):
-    return attend(rule, q, k, v, seen | jnp.roll(seen, 40, axis=1))
+  def sees_one_more(rule, q, seen):
+    return attend(rule, q, seen._replace(seen_BxS=seen.seen_BxS | jnp.roll(seen.seen_BxS, 40, axis=1)))
 
   assert attention_gpu.error_to_past(sees_one_more, Rule(0.1)) > 2 * gpu.MOST_OFF
 
@@ -92,8 +115,9 @@ def a_gpu(capability="9.0", kind="NVIDIA H100 80GB HBM3"):
 
 def test_refusals_name_the_reason(monkeypatch):
   def refused(device, slots=64, size=64, dtype=jnp.bfloat16):
+    cache = jnp.zeros((1, 2, slots, size), jnp.float32)
     return attention_gpu.refusal_to_past(device, Rule(0.1, window=7), jnp.zeros((1, 1, 6, size), dtype),
-                                         jnp.zeros((1, 2, slots, size), jnp.float32))
+                                         Seen(cache, cache, jnp.ones((1, slots), bool)))
 
   assert refused(a_gpu()) is None  # not here: there is nothing to try
   assert refused(a_gpu(), size=96) == "heads of size 96; allowed: powers of two from 16 to 256"
@@ -175,6 +199,10 @@ def test_it_compiles_for_gpus_that_are_not_here(kind, size):
 
   cache = shaped(8, 8, 2048, size)
   with plan_gpu.meant([device]):
-    program = jax.jit(functools.partial(past_kernel.attend, Rule(0.1, 30.0))).lower(
-        shaped(8, 16, size), cache, cache, shaped(8, 2048, dtype=jnp.bool_)).compile()
-  assert program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 1
+    run = jax.jit(functools.partial(past_kernel.attend, Rule(0.1, 30.0)))
+    rows = run.lower(shaped(8, 16, size), Seen(cache, cache, shaped(8, 2048, dtype=jnp.bool_)))
+    pages, ids = shaped(100, 8, PAGE, size), functools.partial(shaped, dtype=jnp.int32)
+    paged = run.lower(shaped(8, 16, size), Seen(pages, pages, shaped(100, PAGE, dtype=jnp.bool_),
+                                                Table(ids(8, 32), ids(100), ids(100))))
+    programs = [lowered.compile().as_text() for lowered in (rows, paged)]
+  assert [text.count('custom_call_target="__gpu$xla.gpu.triton"') for text in programs] == [1, 1]
