@@ -2,7 +2,8 @@
 override is refused.
 
 A config file with `total_epochs = 3` and `--config.total_steps=12`: the run has 12 steps, and says that the epochs gave
-way. Two such keys that are both in the file, or both typed, stay: whoever reads them refuses them.
+way. Two such keys that are both in the file, or both typed, stay: whoever reads them refuses them. `None` unsets a key,
+of whatever type.
 """
 
 import difflib
@@ -52,6 +53,8 @@ def prefer(config: ConfigDict, typed: Mapping[str, Any]) -> tuple[ConfigDict, li
       section, _, key = path.rpartition(".")
       parts = section.split(".") if section else []
       node, default_node = functools.reduce(operator.getitem, parts, config), _get(default, parts)
+      if value == "None":  # which the flags of texts take for a text
+        value = node[key] = None
       for pattern, moot, of, other in MOOT:
         full = f"{section}.{other}"
         if (key, value) != (moot, of) or not re.fullmatch(pattern, section) or full in typed:

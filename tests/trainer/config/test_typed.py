@@ -157,3 +157,21 @@ def test_a_key_that_ends_like_a_unit_is_no_length():
   config = defaults()
   config.tokenizer.new_tokens = ("<a>",)
   assert config_typed.prefer(config, {"tokenizer.new_tokens": ("<a>",)})[1] == []
+
+
+@pytest.mark.parametrize("key", ["init_from.path", "init_from.made_by", "input.sources.main.path"])
+def test_none_unsets_what_the_file_says(key, tmp_path):
+  """Also a text, which flags would set to the word."""
+  path = tmp_path / "recipe.py"
+  set_too = '  c.init_from.path, c.init_from.made_by = "runs/base", "configs.base"\n  return c'
+  path.write_text(FILE.replace("  return c", set_too))
+  *parts, last = key.split(".")
+
+  def found(flags):
+    section = sweep.config_of(str(path), flags)
+    for part in parts:
+      section = section[part]
+    return section[last]
+
+  assert found([]) is not None
+  assert found([f"--config.{key}=None"]) is None
