@@ -104,7 +104,9 @@ def refusal_to_past(device: Any, rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen) -
     return None
   if (reason := gpu.unsuitable(device, q_Bx1xHxK.dtype)) is not None or not gpu.is_here(device):
     return reason
-  return _distrust_to_past(rule, H // G, K, q_Bx1xHxK.dtype.name, seen.keys_BxGxSxK.dtype.name)
+  # Who is seen has been decided: layers with other windows are tried once.
+  of_scores = Rule(rule.scale, rule.logit_cap)
+  return _distrust_to_past(of_scores, H // G, K, q_Bx1xHxK.dtype.name, seen.keys_BxGxSxK.dtype.name)
 
 
 @functools.cache

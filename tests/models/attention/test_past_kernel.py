@@ -129,7 +129,7 @@ def test_refusals_name_the_reason(monkeypatch):
   monkeypatch.setattr(attention_gpu, "error_to_past", lambda *given: asked.append(given) or 0.5)
   attention_gpu._distrust_to_past.cache_clear()
   assert refused(a_gpu()) == "this GPU, where their results are off by 0.5 of the largest number"
-  assert asked == [(past_kernel.attend, Rule(0.1, window=7), 3, 64, "bfloat16", "float32")]
+  assert asked == [(past_kernel.attend, Rule(0.1), 3, 64, "bfloat16", "float32")]  # for layers of all windows
   attention_gpu._distrust_to_past.cache_clear()
 
 
