@@ -77,18 +77,14 @@ def _scaled(x_BxTxGxK: jax.Array, length: float) -> tuple[jax.Array, jax.Array]:
 def _decays(g_BxHxT: jax.Array, owner_BxT: jax.Array, before: int) -> tuple[jax.Array, ...]:
   """(total, since, left [B, H, T], kept [B, H, N]) of delta_rule.py."""
   B, H, T = g_BxHxT.shape
-  owner_BxNxC = owner_BxT.reshape(B, -1, CHUNK)
-  last_BxN = owner_BxNxC[..., -1]
-  before_BxN = jnp.concatenate([jnp.full_like(last_BxN[:, :1], before), last_BxN[:, :-1]], axis=1)
-  same_BxNxCxC = owner_BxNxC[..., :, None] == owner_BxNxC[..., None, :]
-  earlier = (same_BxNxCxC & jnp.tri(CHUNK, dtype=bool)).astype(jnp.float32)
-  total = jnp.einsum("bnij,bhnj->bhni", earlier, g_BxHxT.reshape(B, H, -1, CHUNK), precision="highest")
-  enters_Bx1xNxC = (owner_BxNxC == before_BxN[..., None])[:, None]
-  leaves_Bx1xNxC = (owner_BxNxC == last_BxN[..., None])[:, None]
+  earlier_BxNxCxC, enters_BxNxC, leaves_BxNxC, stays_BxN = delta_rule.edges(owner_BxT, CHUNK, before)
+  enters_Bx1xNxC, leaves_Bx1xNxC = enters_BxNxC[:, None], leaves_BxNxC[:, None]
+  total = jnp.einsum("bnij,bhnj->bhni", earlier_BxNxCxC.astype(jnp.float32), g_BxHxT.reshape(B, H, -1, CHUNK),
+                     precision="highest")
   since = jnp.where(enters_Bx1xNxC, jnp.exp(total), 0.0)
   to_last = jnp.where(leaves_Bx1xNxC, total[..., -1:] - total, 0.0)
   left = jnp.where(leaves_Bx1xNxC, jnp.exp(to_last), 0.0)
-  kept_BxHxN = jnp.where((last_BxN == before_BxN)[:, None], jnp.exp(total[..., -1]), 0.0)
+  kept_BxHxN = jnp.where(stays_BxN[:, None], jnp.exp(total[..., -1]), 0.0)
   return *(x.reshape(B, H, T) for x in (total, since, left)), kept_BxHxN
 
 

@@ -38,6 +38,26 @@ def owners(segment_ids_BxT: jax.Array) -> jax.Array:
   return jnp.where(last_BxT >= 0, owner_BxT, 0)
 
 
+def edges(owner_BxT: jax.Array, C: int, before: int) -> tuple[jax.Array, ...]:
+  """What the tokens of each of N chunks have to do with each other and with what is around.
+
+  Args:
+    owner_BxT: see `owners`.
+    C: tokens of a chunk, by which T can be divided.
+    before: the owner of what came before the row.
+
+  Returns:
+    (whether token j is of the owner of i and not after it [B, N, C, C]; whether what comes into the chunk is a token's
+    [B, N, C]; whether what leaves it is; whether these two are of one owner [B, N]).
+  """
+  owner_BxNxC = owner_BxT.reshape(len(owner_BxT), -1, C)
+  last_BxN = owner_BxNxC[..., -1]
+  before_BxN = jnp.concatenate([jnp.full_like(last_BxN[:, :1], before), last_BxN[:, :-1]], axis=1)
+  same_BxNxCxC = owner_BxNxC[..., :, None] == owner_BxNxC[..., None, :]
+  return (same_BxNxCxC & jnp.tri(C, dtype=bool), owner_BxNxC == before_BxN[..., None],
+          owner_BxNxC == last_BxN[..., None], last_BxN == before_BxN)
+
+
 def unit_keys(x: jax.Array) -> jax.Array:
   """Queries or keys of length one, float32, or as wide as they are."""
   x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -95,14 +115,9 @@ def chunked(inputs: Inputs, segment_ids_BxT: jax.Array, chunk: int = CHUNK, stat
     return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 2))
 
   q, k, v, g, beta = map(in_chunks, (q, k, v, g, beta))
-  owner_NxBxC = owner_BxT.reshape(B, -1, C).swapaxes(0, 1)
-  last_NxB = owner_NxBxC[..., -1]
-  before_NxB = jnp.concatenate([jnp.full_like(last_NxB[:1], before), last_NxB[:-1]])
-  # What came into the chunk belongs to these tokens, and what leaves it comes from those.
-  enters_NxBx1xC = (owner_NxBxC == before_NxB[..., None])[:, :, None]
-  leaves_NxBx1xC = (owner_NxBxC == last_NxB[..., None])[:, :, None]
-  stays_NxB = last_NxB == before_NxB
-  earlier_NxBx1xCxC = (owner_NxBxC[..., :, None] == owner_NxBxC[..., None, :])[:, :, None] & jnp.tri(C, dtype=bool)
+  earlier, enters, leaves, stays = (x.swapaxes(0, 1) for x in edges(owner_BxT, C, before))
+  earlier_NxBx1xCxC, enters_NxBx1xC, leaves_NxBx1xC, stays_NxB = (
+      earlier[:, :, None], enters[:, :, None], leaves[:, :, None], stays)
 
   # Sums of g from the begin of the segment, or of the chunk, to the token: without a term of any other segment.
   total_NxBxHxC = _einsum("nbhij,nbhj->nbhi", earlier_NxBx1xCxC.astype(g.dtype), g)
