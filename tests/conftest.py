@@ -14,7 +14,8 @@ from tests import programs, tiny
 from tests.tiny import ROOT
 from trainer import startup
 
-# Before JAX is imported. Subprocesses inherit these; those that want another number of devices override XLA_FLAGS.
+# Before JAX is imported, which nothing above does. Subprocesses inherit these; those that want another number
+# of devices override XLA_FLAGS.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     XLA_FLAGS=tiny.xla_flags(8),

@@ -1,5 +1,7 @@
 """Programs that are the same are compiled once, and only those."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,3 +118,9 @@ def test_what_evaluates_a_loss_is_one_for_equal_models_where_there_is_one_device
   assert made(model) is made(again) and made(model) is not made(other)
   with programs.devices(8):
     assert made(model) is not made(again)
+
+
+def test_jax_is_not_imported_before_its_settings_are_made():
+  """Workers inherit them; without any (`pytest -n 0`) JAX must read them here."""
+  ran = tiny.run([sys.executable, "-c", "import sys, tests.conftest; sys.exit('jax' in sys.modules)"])
+  assert ran.returncode == 0, ran.stderr

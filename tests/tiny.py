@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from trainer import train
+import trainer
 from trainer.config import defaults, evaluator, reward, source, strategy
-from trainer.telemetry.writers import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "und", "läuft", "fort")
@@ -158,7 +157,8 @@ def assert_on_policy(c: ConfigDict, workdir: Path) -> None:
   c.strategy = strategy("grpo")
   c.rollout.update(num_prompts=2, group_size=2, max_new_tokens=4)
   c.rollout.rewards.a = reward(type="regex", pattern="[a-m]")
-  train(c, workdir)
+  from trainer.telemetry.writers import read_rows  # after conftest has set JAX's flags
+  trainer.train(c, workdir)
   first = next(row for row in read_rows(workdir / "metrics.jsonl") if "policy/ratio_mean" in row)
   assert abs(first["policy/ratio_mean"] - 1) < 1e-5
   assert first["sampling/sampling_logp_difference/max"] < 1e-5
