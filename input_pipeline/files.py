@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,9 @@ MAX_PATH = 1 << 12
 # How deep JSON may be nested, and how many names of columns a message lists, of so many characters each.
 MAX_DEPTH, SHOWN_NAMES, SHOWN_NAME = 100, 20, 60
 BOM = b"\xef\xbb\xbf"
+# {how a file's name ends: the type of source that reads it}
+TYPES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+         ".arrow": "arrow"}
 # What datasets' `save_to_disk` writes beside a Dataset's files, and in the folder of a DatasetDict.
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
@@ -101,7 +105,8 @@ def find_files(spec: str, source: str, matches: Callable[[str], bool], expected:
   reached twice are read once. `matches` filters the names found in folders, not those named directly.
 
   Raises:
-    DataError: a path that does not exist, or one without a usable file.
+    DataError: a path that does not exist, one without a usable file, or a file whose name says that another type of
+      source reads it.
   """
   key = f"input.sources.{source}.path"
   entries = [spec] if os.path.exists(spec) else [part.strip() for part in spec.split(",") if part.strip()]
@@ -115,6 +120,10 @@ def find_files(spec: str, source: str, matches: Callable[[str], bool], expected:
     found = ([File(*file) for file in urls.fetch(entry, key, matches, expected, copies)] if urls.is_url(entry) else
              _expand(os.path.expanduser(entry), key, matches, expected))
     for file in found:
+      kind = _type_of(file.name)
+      if kind and kind not in expected and (kind in ("parquet", "arrow") or not matches(file.name)):
+        raise DataError(f"{key}: {file.path} is no file of this type of source. Name {expected}, or set "
+                        f"{key[:-4]}type={kind!r}.")
       real = os.path.realpath(file.path)
       repeated += real in seen
       if real not in seen:
@@ -150,10 +159,17 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
   usable = sorted(f for f in files if matches(f.name))
   if not usable:
     what = f"only {_some(f.name for f in files)}" if files else "no files"
-    raise DataError(f"{key}: {entry!r} has {what}; expected {expected}.")
+    kinds = {_type_of(f.name) for f in files} - {""}
+    raise DataError(f"{key}: {entry!r} has {what}; expected {expected}."
+                    + "".join(f" Set {key[:-4]}type={kind!r} to read these." for kind in kinds if len(kinds) == 1))
   if len(usable) < len(files):
     logging.info("%s: %r has %d other files, which are not read.", key, entry, len(files) - len(usable))
   return usable
+
+
+def _type_of(name: str) -> str:
+  """The type of source that reads files of this name; "": it does not say."""
+  return TYPES.get(Path(re.sub(r"\.(gz|zst)$", "", name.lower())).suffix, "")
 
 
 def walk(folder: str, skip_folders: frozenset[str] = frozenset()) -> list[str]:

@@ -126,6 +126,24 @@ def test_another_type_says_which_one_reads_saved_folders(kind, folder):
   fails("save_to_disk wrote. Set input.sources.mine.type='arrow'", kind, FILES / folder)
 
 
+@pytest.mark.parametrize("kind, name, right", [
+    ("jsonl", "a.parquet", "parquet"), ("text", "a.parquet", "parquet"), ("csv", "a.arrow", "arrow"),
+    ("jsonl", "a.CSV.gz", "csv"), ("csv", "a.json.zst", "jsonl"), ("parquet", "a.tsv", "csv")])
+def test_another_type_says_which_one_reads_a_file_of_this_name(kind, name, right, tmp_path):
+  (tmp_path / name).write_bytes(b"PAR1")
+  fails(f"{name} is no file of this type of source. Name .*, or set input.sources.mine.type='{right}'", kind,
+        tmp_path / name)
+  if kind != "text":
+    fails(f"has only {name}; expected .* Set input.sources.mine.type='{right}' to read these", kind, tmp_path)
+
+
+def test_text_is_read_from_files_of_other_types_that_are_text_and_rows_from_a_name_in_capitals(tmp_path):
+  (tmp_path / "a.csv").write_text("a,b\n")
+  assert records("text", tmp_path / "a.csv") == [{"text": "a,b\n"}]
+  (tmp_path / "B.JSONL").write_text('{"text": "b"}\n')
+  assert records("jsonl", tmp_path / "B.JSONL") == [{"text": "b"}]
+
+
 def test_both_kinds_of_arrow_files_and_damaged_ones(tmp_path):
   table = pa.table({"text": [f"row {i}" for i in range(1200)]})
   with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as f, pa.ipc.new_file(f, table.schema) as writer:
