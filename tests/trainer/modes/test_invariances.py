@@ -266,20 +266,23 @@ def test_log_probs_in_chunks_are_compared_where_something_is_trained():
   assert reason(invariances.full_logits, s) == "the first row trains nothing"
 
 
-def test_evaluations_of_1_3_and_all_rows_are_compared(monkeypatch):
-  """Whose sums say how many rows they were given: 2, 6 and 10 for the rows of weight 2 in batches of 1, 3 and 5."""
+@pytest.mark.parametrize("weight, unit, expected", [
+    (2.0, 1.0, 4.0 * 0.1), (200.0, 1.0, 4.0), (400.0, 1.0, 4.0), (400.0, 10.0, 4.0), (400.0, 0.125, 0.5)])
+def test_evaluations_of_1_3_and_all_rows_are_compared(weight, unit, expected, monkeypatch):
+  """Whose losses say how many rows they were given: 1, 3 and 5 units. Of ten tokens' roundings a tenth is asked that is
+  asked of 1,000 and more; differences are relative to losses above 1."""
   given_rows = []
 
   def row_sums(model):
     def sums(params, batch):
       given_rows.append(len(batch["tokens"]))
       there = batch["segment_ids"][:, 0] > 0
-      return jnp.stack([2.0 * there * len(batch["tokens"]), there, 2.0 * there], axis=1)
+      return jnp.stack([weight * unit * there * len(batch["tokens"]), there, weight * there], axis=1)
     return sums
 
   monkeypatch.setattr(invariances.loss_evaluator, "_make_row_sums", row_sums)
   s = of_table(tokens=np.zeros((5, 2), int), segment_ids=np.ones((5, 2), int))
-  assert invariances.batch_sizes(s) == (5.0 - 1.0) / 1.0
+  assert invariances.batch_sizes(s) == pytest.approx(expected, rel=1e-12)
   assert given_rows == [1, 3, 5]  # each traced once; the last three are filled up with an empty one
 
 
