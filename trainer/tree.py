@@ -91,7 +91,7 @@ def match(
   for pattern, value in _pairs(rules, what):
     hits = search(pattern, paths, what, must_match=must_match and pattern not in optional)
     new = [path for path in hits if path not in values]
-    if hits and not new and must_match and pattern not in optional:
+    if not new and must_match and pattern not in optional:  # `search` refuses one without hits
       earlier = ", ".join(sorted({repr(taken_by[path]) for path in hits}))
       raise ConfigError(
           f"{what}: the rule for {pattern!r} has no effect, because the first match wins and all it matches"

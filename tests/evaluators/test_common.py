@@ -8,7 +8,7 @@ import pytest
 
 from evaluators import common
 from trainer.config import defaults, evaluator, source
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 
 
 def config(**splits):
@@ -50,7 +50,7 @@ def test_examples_come_in_batches_of_a_micro_batch_unless_told_otherwise(batch_s
   """Ten rows, of which the last batch has what is left and padding; what the data are asked for."""
   asked, placed = {}, []
   data = SimpleNamespace(num_batches=lambda size: -(-10 // size),
-                         batch=lambda index, size, rows: {"tokens": index * size + np.arange(size)[rows]})
+                         batch=lambda index, size, rows: {"tokens": index * size + np.arange(size)[rows][None]})
   monkeypatch.setattr(common.loader, "make_eval_data", lambda *_, **given: (asked.update(given), data)[1])
   monkeypatch.setattr(common, "check_batch", lambda mesh, size, where: placed.append((size, where)))
   monkeypatch.setattr(common, "batch_sharding", lambda mesh: "sharding")
@@ -59,11 +59,18 @@ def test_examples_come_in_batches_of_a_micro_batch_unless_told_otherwise(batch_s
   c.batch_size, c.grad_accum_steps = 16, 4
   setup = common.Setup(c, SimpleNamespace(vocab_size=99), "tokenizer", "mesh", "workdir", None)
   cfg = evaluator(type="loss", split="validation", batch_size=batch_size, max_documents=7)
-  found = [batch["tokens"].tolist() for batch in common.Examples("val", cfg, setup, share_prompts=True)]
+  found = [batch["tokens"][0].tolist() for batch in common.Examples("val", cfg, setup, share_prompts=True)]
   assert found == [list(range(n, n + expected)) for n in range(0, 10, expected)]
   assert placed == [(expected, "evals.val.batch_size")]
   assert (asked["max_documents"], asked["split"], asked["learns"], asked["workdir"], asked["share_prompts"]) == (
       7, "validation", "texts", "workdir", True)
+  assert asked["sources"] == c.input.sources and asked["progress"]
+  small = common.Setup(c, SimpleNamespace(vocab_size=9), "tokenizer", "mesh", "workdir", None)
+  with pytest.raises(DataError, match="token 9 .* is not in the model's vocabulary of 9"):
+    list(common.Examples("val", cfg, small))
+  cfg.sources = {"mine": source(type="text", path="x")}
+  common.Examples("val", cfg, setup)
+  assert asked["sources"] == cfg.sources and asked["split"] is None
 
 
 def test_samples_are_a_line_each_a_text_and_a_page_if_there_is_one(tmp_path):

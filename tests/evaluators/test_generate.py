@@ -1,13 +1,16 @@
 """Scored generation: the numbers can be computed again from the table, and prompts and answers are what records say."""
 
+import dataclasses
 import itertools
 import json
+import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from evaluators import common, questions
+from evaluators import common, generate, questions
 from evaluators.generate import metrics, pass_at_k
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
@@ -19,6 +22,7 @@ from tests.trainer.report.test_pages import pictures
 from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
 from trainer.errors import ConfigError, DataError
+from trainer.generate.completion import Completion
 from trainer.telemetry.writers import MultiWriter
 
 GSM8K = r"####\s*(-?[\d,.]+)"
@@ -47,7 +51,6 @@ class Scripted:
     self.said = said
 
   def generate(self, params, prompts, *, num_samples, **options):
-    from trainer.generate.completion import Completion
     self.asked = params, prompts, num_samples, options
     found = []
     for number, text in enumerate(self.said):
@@ -86,6 +89,64 @@ def test_numbers_can_be_computed_again_from_the_table(tmp_path):
   assert first["where"].endswith("data.jsonl:1") and first["logprob"] == -0.5 * 7
   shown = (tmp_path / "samples" / "math-40.txt").read_text()
   assert "right: '0', the answer is '0'\n0+0?\n>>> #### 0" in shown and "wrong: None" in shown
+
+
+def test_the_sampler_is_asked_for_all_that_the_config_says_and_people_are_shown_it(tmp_path, monkeypatch):
+  asked, written = [], []
+
+  class Sampler:
+    def __init__(self, model, mesh, rows):
+      asked.append((model.vocab_size, mesh, rows))
+
+    def check(self, prompts, new, where):
+      asked.append((list(map(len, prompts)), new, where))
+
+    def generate(self, params, prompts, *, stop, **given):
+      asked.append((stop.strings, {**given, "stop_ids": set(given["stop_ids"])}))
+      found = []
+      for prompt, sample in itertools.product(range(len(prompts)), range(2)):
+        ids = np.array([*f"#### {prompt}{sample + 5}."[sample:].encode()], np.int32)
+        logprobs = np.full(len(ids), -0.25 - sample, np.float32)
+        ended = ("stop", ".") if prompt else ("length", None)
+        found.append(Completion(prompt, sample, ids, logprobs, 2 * logprobs, *ended))
+      return found
+
+  class EndsTurns(Prompter):
+    """Of a template with an end of its own."""
+
+    def __init__(self, *given):
+      super().__init__(*given)
+      self.stop_ids = (*self.stop_ids, 7)
+
+  monkeypatch.setattr(generate, "Sampler", Sampler)
+  monkeypatch.setattr(generate, "Prompter", EndsTurns)
+  rows = [dict(question="a", answer="#### 0"), dict(question="bcd", answer=["15.", "7"])]
+  ev, model, tokenizer = make(tmp_path, rows, stop=(".",), keep_stop=True, batch_size=4, num_samples=2, pass_at=(2,),
+                              temperature=0.5, top_k=3, top_p=0.75, min_p=0.125)
+  ev._setup = dataclasses.replace(ev._setup, writer=SimpleNamespace(write_texts=lambda *of: written.append(of)))
+  found = dict(ev.run(None, 40))
+  assert asked == [(model.vocab_size, None, 4), ([2, 4], 5, "evals.math."), ((".",), dict(
+      num_samples=2, max_new_tokens=5, stop_ids={tokenizer.eos_id, 7}, seed=11, temperature=0.5, top_k=3, top_p=0.75,
+      min_p=0.125))]
+  # Samples 0 have the mark, samples 1 do not.
+  assert found == {"accuracy": 0.25, "pass@2": 0.5, "stopped": 0.5, "length": 7.5}
+  assert [(row["prompt_index"], row["sample"], row["completion"], row["extracted"], row["answer"], row["score"],
+           row["tokens"], row["logprob"], row.get("stop_reason")) for row in table(tmp_path, 40)] == [
+      (0, 0, "#### 05.", "5", "0", 0.0, 8, -2.0, None), (0, 1, "### 06.", None, "0", 0.0, 7, -8.75, None),
+      (1, 0, "#### 15.", "15", ["15", "7"], 1.0, 8, -2.0, "."),
+      (1, 1, "### 16.", None, ["15", "7"], 0.0, 7, -8.75, ".")]
+  (step, texts), = written
+  assert step == 40 and texts["eval/math"] == (tmp_path / "samples" / "math-40.txt").read_text().removesuffix("\n")
+  assert "data.jsonl:1, length, wrong: '5'" in texts["eval/math"] and "stop at '.', right: '15'" in texts["eval/math"]
+  page = (tmp_path / "samples" / "math-40.html").read_text()
+  assert all(part in page for part in (
+      ">math, step 40<", "accuracy 0.2500\npass@2 0.5000\n", "4 examples", "data.jsonl:1, sample 1<", "15 | 7",
+      "stop at &#39;.&#39;"))
+  right, = re.findall(r'class="card right"><h3>right: \S*/data.jsonl(:\d, sample \d)<', page)
+  assert right == ":2, sample 0" and page.count('class="card wrong"') == 3
+  asked.clear()
+  make(tmp_path)
+  assert asked[0][2] == 32
 
 
 def test_a_model_generates_and_the_draws_are_the_same_at_every_step(tmp_path):
@@ -175,7 +236,7 @@ def test_questions_about_images_and_their_page(tmp_path, monkeypatch):
   """Each question is asked with its own picture, also where pictures are decoded a few at a time."""
   monkeypatch.setattr(questions, "DECODED", 2)
   images = [digits.picture(n) for n in range(3)]
-  rows = [dict(image=digits.encoded(image), prefix="what?", suffix="x") for image in images]
+  rows = [dict(image=digits.encoded(image), prefix=f"what {n}?", suffix="x") for n, image in enumerate(images)]
   config = digits.config(tmp_path, rows)
   config.evals.math = evaluator(type="generate", split="all", max_new_tokens=6, temperature=1.0)
   config = config_checks.View(config_checks.resolve(config))
@@ -186,7 +247,8 @@ def test_questions_about_images_and_their_page(tmp_path, monkeypatch):
   dict(ev.run(params, 1))
   found = table(tmp_path, 1)
   assert [row["prompt_index"] for row in found] == [0, 1, 2] and len({row["completion"] for row in found}) == 3
-  prompt = Prompter(config, BytesTokenizer()).text("what?\n", images=[rows[1]["image"]])
+  assert [(row["prompt"], row["where"][-2:]) for row in found] == [(f"what {n}?\n", f":{n + 1}") for n in range(3)]
+  prompt = Prompter(config, BytesTokenizer()).text("what 1?\n", images=[rows[1]["image"]])
   alone, = ev._sampler.generate(params, [prompt.ids], images=[list(prompt.images)], max_new_tokens=6, stop_ids=[257],
                                 seed=config.seed)
   assert BytesTokenizer().decode(alone.text_ids) == found[1]["completion"]

@@ -13,7 +13,7 @@ from trainer.errors import ConfigError, DataError
 
 
 class Prompter:
-  """A prompt is the record's question, with how its one answer is."""
+  """A prompt is the record's question, with how its one answer is; that its text column is empty does not matter."""
 
   def record(self, record, prompt_key, answer_key):
     return SimpleNamespace(text=record.fields[prompt_key], answer=record.fields.get(answer_key), images=())
@@ -23,7 +23,7 @@ def asked(tmp_path, max_documents=None, split="all", **files):
   cfg = evaluator(type="generate", split=split, max_documents=max_documents, max_new_tokens=4)
   cfg.prompt_key, cfg.answer_key = "q", "a"
   for name, rows in files.items():
-    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in rows))
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(dict(q=q, a=a, text="")) + "\n" for q, a in rows))
   c = config()
   c.input.sources = {name: source(type="jsonl", path=str(tmp_path / f"{name}.jsonl"), split="train") for name in files}
   found = questions.read("val", cfg, SimpleNamespace(config=c), Prompter())
@@ -37,6 +37,18 @@ def test_the_questions_of_all_sources_come_by_their_names(tmp_path):
   assert sorted(found[3:]) == [("4?", ("four",)), ("5?", ("five", "5"))]
   one_of_each = asked(tmp_path, max_documents=1, **files)
   assert len(one_of_each) == 2 and one_of_each[0] in found[:3] and one_of_each[1] in found[3:]
+
+
+def test_bad_rows_are_left_out_if_the_config_says_so_and_told_otherwise(tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"q": "1?", "a": "one"}\n{bad\n{"q": "2?", "a": []}\n')
+  cfg = evaluator(type="generate", split="all", max_new_tokens=4, prompt_key="q", answer_key="a")
+  c = config()
+  c.input.sources = {"a": source(type="jsonl", path=str(tmp_path / "a.jsonl"), split="train")}
+  with pytest.raises(DataError, match=r"2 of 3 rows.*cannot be used:\n.*a.jsonl:2: not valid.*\n.*a.jsonl:3: 'a' is"):
+    questions.read("val", cfg, SimpleNamespace(config=c), Prompter())
+  c.input.update(on_bad_row="drop", max_bad_rows=0.7)
+  found, = questions.read("val", cfg, SimpleNamespace(config=c), Prompter())
+  assert found.answers == ("one",) and found.record.fields == {"q": "1?", "a": "one"}
 
 
 def test_of_each_source_only_the_split_is_asked(tmp_path):

@@ -21,7 +21,7 @@ from trainer.telemetry.writers import MultiWriter
 
 
 def make(tmp_path, **changed):
-  config = tiny.config(tmp_path)
+  config = tiny.config(tmp_path, seed=9)
   config.evals.text = evaluator(type="samples", **{"prompts": ("the quick", "a"), "max_new_tokens": 6, **changed})
   config = config_checks.View(config_checks.resolve(config))
   tokenizer = BytesTokenizer()
@@ -79,6 +79,48 @@ def test_a_sample_ends_with_the_document(tmp_path):
   params["embed"]["embedding"] = params["embed"]["embedding"].at[:].set(1.0).at[tokenizer.eos_id].set(2.0)
   assert dict(ev.run(params, 0)) == {"new_tokens": 1.0}
   assert (tmp_path / "samples" / "text_00000000.txt").read_text() == "--- 'the quick'\nthe quick\n\n--- 'a'\na\n"
+
+
+def test_the_sampler_is_asked_for_all_that_the_config_says_and_the_table_has_all_that_it_says(tmp_path, monkeypatch):
+  asked = []
+
+  class Sampler:
+    def __init__(self, model, mesh, rows):
+      asked.append((model.vocab_size, mesh, rows))
+
+    def check(self, prompts, new, where):
+      asked.append(([ids.tolist() for ids in prompts], new, where))
+
+    def generate(self, params, prompts, *, stop_ids, stop, **given):
+      asked.append((params, [ids.tolist() for ids in prompts], set(stop_ids), stop.strings, given))
+      ids = np.array([*f"{params},".encode()], np.int32)
+      logprobs = -np.arange(1.0, len(ids) + 1, dtype=np.float32) / 4
+      return [Completion(0, 0, ids, logprobs, logprobs - 1, "stop", ","),
+              Completion(1, 0, ids[:2], logprobs[:2], logprobs[:2] - 1, "length")]
+
+  monkeypatch.setattr(samples, "Sampler", Sampler)
+  ev, model, _, tokenizer = make(tmp_path, stop=(",",), keep_stop=True, temperature=0.25, batch_size=3)
+  dict(ev.run("ab", 5, "xyz"))
+  prompts = [[tokenizer.bos_id, *b"the quick"], [tokenizer.bos_id, *b"a"]]
+  given = dict(max_new_tokens=6, temperature=0.25, seed="9/5")
+  assert asked == [(model.vocab_size, None, 3), (prompts, 6, "evals.text."), *(
+      (params, prompts, {tokenizer.eos_id}, (",",), given) for params in ("ab", "xyz"))]
+  ours = dict(completion="ab,", finish_reason="stop", stop_reason=",", tokens=["a", "b", ","], ids=[97, 98, 44],
+              logprobs=[-0.25, -0.5, -0.75])
+  theirs = dict(completion="xyz,", finish_reason="stop", stop_reason=",", tokens=["x", "y", "z", ","],
+                ids=[120, 121, 122, 44], logprobs=[-0.25, -0.5, -0.75, -1.0])
+  cut = [dict(completion=text, finish_reason="length", tokens=[*text], ids=[*text.encode()], logprobs=[-0.25, -0.5])
+         for text in ("ab", "xy")]
+  rows = [json.loads(line) for line in (tmp_path / "samples" / "text_00000005.jsonl").read_text().splitlines()]
+  assert rows == [dict(prompt="the quick", temperature=0.25, **ours, reference=theirs),
+                  dict(prompt="a", temperature=0.25, **cut[0], reference=cut[1])]
+  asked.clear()
+  make(tmp_path, batch_size=None)
+  assert asked[0][2] == 32
+  other = make(tmp_path, stop=(",",))[0]
+  dict(other.run("ab", 5))
+  rows = [json.loads(line) for line in (tmp_path / "samples" / "text_00000005.jsonl").read_text().splitlines()]
+  assert [row["completion"] for row in rows] == ["ab", "ab"] and "reference" not in rows[0]
 
 
 @pytest.mark.parametrize("changed, expected", [

@@ -84,6 +84,13 @@ def test_large_vocabularies_take_four_bytes(data):
   assert tokens.tokens.dtype == np.uint32 and tokens.tokens[1] == 69_999
 
 
+def test_a_folder_of_caches_is_made_with_those_above_it(data):
+  config, tokenizer = defaults(), BytesTokenizer()
+  mine, encoder = open_examples(config, tokenizer, source(path=str(data)), "my source", learns=learns(config))
+  made = tokenize_source(mine, encoder, tokenizer.vocab_size, data.parent / "a" / "b")
+  assert made.folder.parent == data.parent / "a" / "b" and made.tokens.tolist() == build(data).tokens.tolist()
+
+
 def test_reused_while_nothing_changes_and_only_then(data):
   first = build(data)
   again = build(data, tokenizer=Forbidden())

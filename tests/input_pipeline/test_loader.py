@@ -84,6 +84,25 @@ def test_batch_size_changes_neither_rows_nor_their_order(tmp_path):
   np.testing.assert_array_equal(rows_of(make(c, tmp_path), 3), whole[:120])
 
 
+def test_batches_are_made_ahead_by_the_threads_that_the_config_says_from_the_runs_step_on(tmp_path, monkeypatch):
+  made = []
+  monkeypatch.setattr(loader, "Prefetcher", lambda *given, **options: made.append((given, options)))
+  data = make(config(tmp_path, prefetch=3, workers=5, batch_size_stages=((8, 12),)), tmp_path)
+  program = types.SimpleNamespace(model=types.SimpleNamespace(vocab_size=258),
+                                  place_rows=lambda rows, size: (rows(slice(1, 3)), size))
+  data.batches(types.SimpleNamespace(step=7, total_steps=9, program=program))
+  ((example, step, end), options), = made
+  assert (step, end, options) == (7, 9, dict(depth=3, workers=5, closed=data._close))
+  for step, size in ((7, 6), (8, 12)):
+    batch, placed = example(step)
+    same(batch, data.batch(step, np.array([1, 2])))
+    assert placed == size
+    same(data.take(types.SimpleNamespace(step=step)), data.batch(step))
+  program.model.vocab_size = 200
+  with pytest.raises(DataError, match="is not in the model's vocabulary of 200"):
+    example(7)
+
+
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 def test_an_epoch_trains_every_byte_but_the_documents_first_token_once(tmp_path, packing):
   c = config(tmp_path, {"a": 30}, packing=packing, stop="all")
@@ -128,6 +147,11 @@ def test_counters_are_the_counts(tmp_path):
   assert (ids[24:54] == 0).sum() == 5 and (ids[:24] == 0).sum() == 12
 
 
+def test_a_stage_of_weights_begins_with_its_step_also_where_batches_grow(tmp_path):
+  data = make(config(tmp_path, weight_stages=((4, {"a": 0.0}),), batch_size_stages=((2, 12), (3, 6))), tmp_path)
+  assert [0 in data.batch(step)["source_ids"] for step in range(7)] == [True] * 4 + [False] * 3
+
+
 def test_an_epoch_is_as_many_rows_as_all_sources_have(tmp_path):
   c = config(tmp_path, packing="none")
   c.seq_len = 64  # a row for each document
@@ -164,15 +188,18 @@ def test_the_fingerprint_follows_what_decides_the_rows(tmp_path):
   c = config(tmp_path)
   first = make(c, tmp_path).fingerprint
   c.input.update(prefetch=7, workers=3, stop="all")
-  c.batch_size = 12
+  c.batch_size, c.input.batch_size_stages = 12, ((3, 24),)
   assert make(c, tmp_path).fingerprint == first
+  c.batch_size, c.input.batch_size_stages = 6, ()
   seen = {first}
   for change in (lambda: c.update(seed=1), lambda: c.update(seq_len=8), lambda: c.input.update(packing="none"),
                  lambda: c.input.sources.a.update(weight=2.0), lambda: c.tokenizer.update(add_bos=False),
+                 lambda: c.input.update(mixture_by="tokens"),
+                 *(lambda k=k: c.input.update(weight_stages=((k, {"b": 2.0}),)) for k in (4, 5)),
                  lambda: (tmp_path / "a.jsonl").write_text('{"text": "other"}')):
     change()
     seen.add(make(c, tmp_path).fingerprint)
-  assert len(seen) == 7
+  assert len(seen) == 10
 
 
 def test_training_texts_are_those_of_the_used_sources(tmp_path):
@@ -337,20 +364,32 @@ def test_a_source_is_used_that_has_a_weight_in_any_stage(tmp_path):
   assert loader.used_sources(c.input) == ["a", "c"]
 
 
+def test_the_keys_of_a_source_without_weight_are_checked_and_no_row_of_it_is_read(tmp_path, caplog):
+  c = config(tmp_path, {"a": 3, "b": 3, "c": 3}, packing="none")
+  c.seq_len = 64
+  c.input.sources.b.update(weight=0.0, path=str(tmp_path / "nowhere"), stream_files=1)
+  batch = make(c, tmp_path).batch(0)
+  assert [chr(first) for first in batch["tokens"][:, 1]] == ["ac"[s] for s in batch["source_ids"]]
+  assert set(batch["source_ids"]) == {0, 1} and "source 'b' has weight 0 throughout and is not used" in caplog.text
+  c.input.sources.b.split = "test"
+  with pytest.raises(ConfigError, match="input.sources.b: split 'test'"):
+    make(c, tmp_path)
+
+
 def test_of_streams_each_begins_where_its_own_rows_are_and_the_slowest_says_the_epoch():
-  """Steps of 6 rows, of which a third are of the first stream, of 10 and of 40 rows an epoch."""
+  """Steps of 6 rows, of which 3 are of a stream of 10 rows an epoch, and 2 of one of 40."""
   begun = []
   streams = {s: types.SimpleNamespace(begin=lambda row, s=s: begun.append((s, row)), epoch=lambda row, n=n: row / n,
                                       close=lambda: None) for s, n in ((0, 10), (2, 40))}
   data = loader.TrainData.__new__(loader.TrainData)
   data._streams, data.num_rows, data.source_names = streams, None, ("a", "b", "c")
   data.taken = types.SimpleNamespace(rows_before=lambda step: 6 * step)
-  data._mixture = types.SimpleNamespace(draws=lambda rows: np.array([rows // 3, rows // 3, rows // 3]),
+  data._mixture = types.SimpleNamespace(draws=lambda rows: np.array([rows // 2, rows // 6, rows // 3]),
                                         rows=np.array([1, 4, 1]))
   data.go_to(5)
-  assert begun == [(0, 10), (2, 10)]
+  assert begun == [(0, 15), (2, 10)]
   assert data.epoch(5) == 10 / 40
-  assert data.counters(5) == {"a": {"rows": 10, "epoch": 1.0}, "b": {"rows": 10, "epoch": 2.5},
+  assert data.counters(5) == {"a": {"rows": 15, "epoch": 1.5}, "b": {"rows": 5, "epoch": 1.25},
                               "c": {"rows": 10, "epoch": 0.25}}
 
 

@@ -173,6 +173,13 @@ def test_permutations_are_fixed_for_ever():
   assert sorted(permutation(1000, 0, "s").tolist()) == list(range(1000))
   # Another value here means that every run's data order has changed.
   assert permutation(8, 0, "s", "rows", 0).tolist() == [2, 1, 5, 3, 7, 4, 6, 0]
+  # What a plan makes of them: a run that goes on with a later version has the same rows.
+  for packing, seq_len, what in (("none", 4, "rows"), ("concat", 99, "documents"), ("best_fit", 99, "pieces")):
+    plan = make_plan(packing, np.full(8, 3), seq_len, seed=5, name="s")
+    for epoch in (0, 2):
+      found = plan.pieces(epoch, np.arange(plan.num_rows)).doc
+      np.testing.assert_array_equal(found, permutation(8, 5, "s", what, epoch), packing)
+
 
 
 # Seven, eight and nine tokens in rows of eight, and one much longer.

@@ -8,6 +8,7 @@ import pytest
 
 from input_pipeline import prompt_data
 from input_pipeline.examples.prompts import Prompter
+from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
@@ -225,6 +226,34 @@ def test_the_stream_is_a_function_of_seed_and_index(tmp_path):
   assert ended.fingerprint == first.fingerprint and texts(ended, range(10)) == texts(first, range(10))
 
 
+def test_whatever_changes_a_prompt_or_its_place_changes_the_fingerprint(tmp_path):
+  def fingerprint(weight=1.0, stages=(), names="ab", order=(0, 1, 2, 3), **beside):
+    config = configured("chatml")
+    config.input.weight_stages = stages
+    some = {names[0]: [{"prompt": [user(f"{i}")], "answer": i} | beside for i in order], names[1]: numbered(4, "b")}
+    for name, of_source in some.items():
+      config.input.sources[name] = write(tmp_path, name, of_source)
+    config.input.sources[names[1]].weight = weight
+    return make_prompt_data(config, TINY).fingerprint
+
+  found = [fingerprint(), fingerprint(weight=2.0), fingerprint(stages=((100, {"b": 2.0}),)),
+           fingerprint(stages=((101, {"b": 2.0}),)), fingerprint(names="ac"), fingerprint(names="ba"),
+           fingerprint(order=(1, 0, 2, 3)), fingerprint(note="x"), fingerprint(note="y"),
+           fingerprint(chat_template_kwargs={"x": 1}), fingerprint(chat_template_kwargs={"x": 2})]
+  assert len(set(found)) == len(found) and fingerprint() == found[0]
+
+
+def test_each_source_has_an_order_of_its_own(tmp_path):
+  with_text = [row | {"text": ""} for row in numbered(10, "b")]  # which is no column of a prompt
+  config = configured()
+  config.seed = 3
+  data = make(tmp_path, config=config, a=numbered(10), b=with_text)
+  items = [data.item(i) for i in range(20)]
+  of_a, of_b = ([int(item.content.lstrip("b")) for item in items if item.source == s] for s in (0, 1))
+  assert sorted(of_a) == sorted(of_b) == list(range(10)) and of_a != of_b
+  assert [of_a, of_b] == [permutation(10, 3, name, "prompts", 0).tolist() for name in "ab"]  # for ever
+
+
 def test_sources_are_mixed_by_their_weights_and_stages_count_prompts(tmp_path):
   config = configured()
   config.input.weight_stages = ((100, {"b": 3.0}),)
@@ -237,6 +266,18 @@ def test_sources_are_mixed_by_their_weights_and_stages_count_prompts(tmp_path):
   assert all(every[data.place(i)] == data.item(i).content for i in range(200))
   of_b = [data.item(i).content for i in range(200) if sources[i] == 1]
   assert all(len(set(of_b[k:k + 6])) == 6 for k in range(0, 120, 6))
+
+
+def test_the_keys_of_a_source_without_weight_are_checked_and_no_prompt_of_it_is_read(tmp_path, caplog):
+  config = configured()
+  config.input.sources.b = source(type="jsonl", path=str(tmp_path / "nowhere"), weight=0.0)
+  data = make(tmp_path, config=config, a=numbered(3), c=numbered(3, "c"))
+  items = [data.item(index) for index in range(12)]
+  assert {(item.source, item.content[0] == "c") for item in items} == {(0, False), (1, True)}
+  assert data.source_names == ("a", "c") and "source 'b' has weight 0 throughout and is not used" in caplog.text
+  config.input.sources.b.split = "test"
+  with pytest.raises(ConfigError, match="input.sources.b: split 'test'"):
+    make_prompt_data(config, BytesTokenizer())
 
 
 @pytest.mark.parametrize("stop, source_name", [("first", "b"), ("all", "a")])

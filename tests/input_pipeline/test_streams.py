@@ -1,6 +1,7 @@
 """Sources in parts: every document once an epoch, rows that follow from the step alone, and no file read before its
 time."""
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -82,6 +83,23 @@ def test_each_epoch_has_every_document_once_part_by_part_in_another_order(folder
   assert data.counters(5)["main"] == {"rows": 15, "epoch": pytest.approx(1.5 / 4)}
 
 
+def test_files_and_parts_come_in_an_order_that_follows_from_the_seed_and_names_for_years(folder, tmp_path):
+  def drawn(said: str) -> bytes:
+    return hashlib.blake2b(said.encode(), digest_size=16).digest()
+
+  c, first = config(folder), set()
+  for c.seed in (3, 8):
+    files = sorted((f"{f}.jsonl" for f in range(FILES)), key=lambda name: drawn(f'[{c.seed}, "{name}"]'))
+    part_of = {name[0]: at // 2 for at, name in enumerate(files)}
+    data, whole = data_of(c, tmp_path / str(c.seed)), FILES * DOCUMENTS
+    for epoch in range(3):
+      texts = texts_of(data, epoch * whole, whole)
+      wanted = sorted(range(4), key=lambda part: drawn(f"[{c.seed}, {epoch}, {part}]")) if epoch else [0, 1, 2, 3]
+      assert [part for part, _ in itertools.groupby(part_of[text[0]] for text in texts)] == wanted
+    first.add(tuple(files))
+  assert len(first) == 2 and sorted(files) != files
+
+
 def test_rows_do_not_depend_on_what_was_read_before(folder, tmp_path):
   c = config(folder)
   one, other = data_of(c, tmp_path / "one"), data_of(c, tmp_path / "other")
@@ -141,6 +159,62 @@ def test_a_file_that_is_not_what_was_read_of_it_is_refused(folder, tmp_path):
     again.batch(0)
   # Before anything was read of them, other contents are other data like any.
   assert texts_of(data_of(c, tmp_path / "new"), 0, 35)
+
+
+@pytest.mark.parametrize("size", [0, 60])
+def test_what_is_known_of_parts_is_not_taken_for_that_of_another_layout_source_or_encoder(folder, tmp_path, size):
+  c, fingerprints = config(folder, stream_bytes=size), set()
+
+  def longer():
+    with open(folder / "3.jsonl", "a") as file:
+      file.write(json.dumps({"text": "one more"}) + "\n")
+
+  changes = (lambda: None, lambda: c.update(seq_len=16), lambda: c.input.update(packing="best_fit"),
+             lambda: c.tokenizer.update(add_eos=False), lambda: c.input.sources.main.update(validation_fraction=0.4,
+             split="train"), longer, *[lambda: c.input.sources.main.update(stream_bytes=90)] * bool(size))
+  for number, change in enumerate(changes):
+    change()
+    again, new = (data_of(c, tmp_path / name) for name in ("same", f"new {number}"))
+    for step in range(12):
+      np.testing.assert_array_equal(again.batch(step)["tokens"], new.batch(step)["tokens"])
+    fingerprints.add(again._packed[0].tokens.fingerprint)
+  assert len(fingerprints) == len(changes)
+
+
+@pytest.mark.parametrize("size", [0, 60])
+def test_bad_rows_of_parts_are_dropped_or_refused_as_the_config_says_also_by_a_run_that_goes_on(folder, tmp_path, size):
+  for f in (1, 4):
+    (folder / f"{f}.jsonl").write_text((folder / f"{f}.jsonl").read_text() + "{bad\n")
+  c, whole = config(folder, stream_bytes=size), FILES * DOCUMENTS
+  c.input.update(on_bad_row="drop", max_bad_rows=0.5)  # of a part, of which a piece may be two rows
+  wanted = sorted(text(f, d) for f in range(FILES) for d in range(DOCUMENTS))
+  for _ in range(2):
+    assert sorted(texts_of(data_of(c, tmp_path / "w"), 0, whole)) == wanted
+  c.input.on_bad_row = "error"
+  for workdir in ("w", "new"):
+    with pytest.raises(DataError, match=r"[14]\.jsonl(\[\d+:\])?:\d: not valid JSON"):
+      texts_of(data_of(c, tmp_path / workdir), 0, whole)
+
+
+def test_of_two_streams_each_knows_what_was_read_of_its_own_parts(folder, tmp_path):
+  (other := tmp_path / "e").mkdir()
+  for f in range(2):
+    (other / f"{f}.jsonl").write_text("".join(json.dumps({"text": f"b{f}{d}"}) + "\n" for d in range(DOCUMENTS)))
+  c = config(folder)
+  c.input.sources.other = source(type="jsonl", path=str(other), stream_files=1)
+  data = data_of(c, tmp_path / "w")
+  batches = [data.batch(step) for step in range(8)]
+  for batch in batches:
+    assert [chr(row[1]) == "b" for row in batch["tokens"]] == (batch["source_ids"] == 1).tolist()
+  for changed, name in ((folder, "main"), (other, "other")):
+    path = changed / "0.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"0", b"9"))
+    with pytest.raises(DataError, match=f"source '{name}': the content of .*0.jsonl.* is not what this run has read"):
+      again = data_of(c, tmp_path / "w")
+      for step in range(8):
+        again.batch(step)
+    path.write_bytes(before)
 
 
 def test_parts_without_a_document_of_the_split_are_passed_over(folder, tmp_path):

@@ -102,10 +102,15 @@ def test_progress_shows_what_the_strategy_is_judged_by(monkeypatch, terminal, na
   monkeypatch.setattr("sys.stderr.fileno", lambda: 2, raising=False)
   of_bar = []
   monkeypatch.setattr(cb.tqdm, "set_postfix_str", lambda bar, text, **_: of_bar.append(text))
-  progress, run = cb.Progress(strategies.find(name).shown, seconds_between_lines=0.0), fake_run()
+  progress, run = cb.Progress(strategies.find(name).shown, seconds_between_lines=0.0), fake_run(step=4)
   progress.on_train_begin(run)
+  assert run.say == (cb.tqdm.write if terminal else run.said.append)  # lines go above the bar
   progress.on_step_end(run, 5, metrics)
-  progress.on_train_end(run)
+  bar = progress._bar
+  progress.on_error(run, KeyError("x")) if name == "dpo" else progress.on_train_end(run)
+  if terminal:
+    assert (bar.initial, bar.total) == (4, 10)
+    assert bar.disable and run.say is print  # the bar is closed, and no line goes above it any more
   line = of_bar[0].replace(", ", "  ") if terminal else run.said[0].partition("%)  ")[2]
   assert re.match(re.escape(shown) + r"  [\d,]+ tokens/s", line)
 
@@ -158,6 +163,21 @@ def test_a_stop_asked_for_by_a_callback_does_not_count_as_a_first_signal():
   assert run.stop_requested == "SIGTERM" and "saving" in run.said[0]
 
 
+@pytest.mark.parametrize("ended", [lambda p, run: p.on_train_end(run), lambda p, run: p.on_error(run, KeyError("x"))],
+                         ids=["end", "error"])
+def test_signals_are_taken_while_a_run_trains_and_given_back_however_it_ends(ended):
+  preemption, run = cb.Preemption(), fake_run()
+  before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+  preemption.on_train_begin(run)
+  try:
+    assert all(signal.getsignal(number) != handler for number, handler in before.items())
+    signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
+    assert run.stop_requested == "SIGINT"
+  finally:
+    ended(preemption, run)
+  assert {number: signal.getsignal(number) for number in before} == before
+
+
 def test_a_second_signal_ends_the_process_at_once(monkeypatch, capsys):
   raised = []
   monkeypatch.setattr("signal.raise_signal", raised.append)
@@ -171,16 +191,16 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch, capsys):
 
 @pytest.mark.parametrize("begin", [0, 3, 4])
 def test_the_profile_is_of_so_many_steps_from_that_one_on(begin, monkeypatch, tmp_path):
-  """Of the steps 4 and 5, if the process takes 4; what is on is never left on."""
+  """Of the steps 4 and 5, if the process takes 4, once those before are there; what is on is never left on."""
   seen = []
   monkeypatch.setattr("jax.profiler.start_trace", lambda *a, **k: seen.append("on"))
   monkeypatch.setattr("jax.profiler.stop_trace", lambda: seen.append("off"))
   profiler = cb.Profiler(tmp_path, start_step=3, num_steps=2)
   for step in range(begin, 8):
-    profiler.on_step_begin(fake_run(step=step))
+    profiler.on_step_begin(fake_run(step=step, settle=lambda: seen.append("settled")))
     seen.append(step + 1)
     profiler.on_optimizer_step(fake_run(step=step + 1, state={"step": 0}))
-  assert seen == ([*range(begin + 1, 4), "on", 4, 5, "off", 6, 7, 8] if begin < 4 else [5, 6, 7, 8])
+  assert seen == ([*range(begin + 1, 4), "settled", "on", 4, 5, "off", 6, 7, 8] if begin < 4 else [5, 6, 7, 8])
   profiler = cb.Profiler(tmp_path, start_step=7, num_steps=2)
   profiler.on_step_begin(fake_run(step=7))
   profiler.on_train_end(fake_run(step=8, state={"step": 0}))

@@ -28,3 +28,20 @@ def test_rollouts_are_sampled_by_the_policy_on_the_devices_that_are_kept_for_it(
   assert (policy.model, policy.tokenizer, prompts) == (model, tokenizer, "prompts") and model == "model of 24"
   assert list(policy.mesh.devices.flat) == jax.devices()[sampling]
   assert more == dict(share_prompts=("model of 24", 4 - apart), workdir=tmp_path, past="past")
+
+
+def test_rows_of_files_are_told_where_they_are_kept_and_where_they_go_on(tmp_path, monkeypatch):
+  config, checked = defaults(), []
+  config.strategy = strategy("distill")
+  monkeypatch.setattr(data_lib, "make_tokenizer", lambda *given: SimpleNamespace(vocab_size=24, given=given))
+  monkeypatch.setattr(data_lib.teachers, "check", lambda *given: checked.append(given))
+  monkeypatch.setattr(data_lib.program_lib, "make_model", lambda config, vocab_size: f"model of {vocab_size}")
+  monkeypatch.setattr(data_lib.program_lib, "shares_prompts", lambda *given: given)
+  monkeypatch.setattr(data_lib.loader, "train_texts", lambda config, learns: f"texts of {learns}")
+  monkeypatch.setattr(data_lib.loader, "make_train_data", lambda *given, **more: (given, more))
+  tokenizer, model, (given, more) = data_lib.make_data(config, "the mesh", tmp_path, "past")
+  learns = data_lib.strategies.learns(config)
+  assert tokenizer.given == (config.tokenizer, f"texts of {learns}", tmp_path / "tokenizer.json", True)
+  assert (given, model, checked) == ((config, tokenizer), "model of 24", [(config, tokenizer)])
+  assert more == dict(learns=learns, workdir=tmp_path, share_prompts=(config, model, "the mesh"), progress=True,
+                      past="past")

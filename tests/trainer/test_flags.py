@@ -2,6 +2,7 @@
 nothing."""
 
 import contextlib
+import io
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from absl import flags
 
+from input_pipeline.images.images import ImageRef
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.distributed import mesh as mesh_lib
 from trainer.embed import command as embed_command
@@ -56,7 +58,7 @@ def noted(asked, module, **functions):
 
 def loaded(template=None, **more):
   prompter = SimpleNamespace(template=template, stop_ids=(7,),
-                             text=lambda text, where, images=(): ("text", text, where),
+                             text=lambda text, where, images=(): ("text", text, where, images),
                              messages=lambda given, where, images: ("chat", given, where, images))
   return SimpleNamespace(origin="origin", tokenizer=BytesTokenizer(), prompter=prompter, prefix_end="|",
                          model="the model", params="the parameters", **more)
@@ -66,14 +68,15 @@ SAMPLING = dict(max_new_tokens=11, temperature=0.25, top_k=12, top_p=0.75, min_p
 
 
 @pytest.mark.parametrize("changed, prompts", [
-    (dict(prompt=["a", "b"]), [("text", "a", "prompt 0"), ("text", "b", "prompt 1")]),
-    (dict(prompt=["a"], image=["i.png"]), [("text", "a|", "prompt 0")]),
+    (dict(prompt=["a", "b"]), [("text", "a", "prompt 0", []), ("text", "b", "prompt 1", [])]),
+    (dict(prompt=["a"], image=["i.png"], video=["v.gif"]),
+     [("text", "a|", "prompt 0", ["i.png", ImageRef("v.gif", "v.gif", video=True)])]),
     (dict(prompt=["a"], image=["i.png"], chat=True, system="s"),
      [("chat", [dict(role="system", content="s"), dict(role="user", content="a")], "prompt 0", ["i.png"])])])
-def test_generate(changed, prompts):
+def test_generate(changed, prompts, capsys):
   asked, model = Asked(), loaded()
-  with noted(asked, generate_command, load_run=model, load_folder=model, Sampler="sampler", complete=None), noted(
-      asked, mesh_lib, make_mesh="mesh"):
+  with noted(asked, generate_command, load_run=model, load_folder=lambda *_, template: loaded(template),
+             Sampler="sampler", complete=None), noted(asked, mesh_lib, make_mesh="mesh"):
     generate_command._run(given(generate_command, workdir="w", step=3, template="t", tensor=4, num_samples=13,
                                 stop=["xy"], keep_stop=True, **SAMPLING, **changed))
     assert asked["load_run"] == (("w", "mesh"), dict(step=3, template="t"))
@@ -82,9 +85,21 @@ def test_generate(changed, prompts):
     assert sampler == "sampler" and made == prompts and options == dict(SAMPLING, num_samples=13, stop_ids=(7,))
     assert asked["Sampler"] == (("the model", "mesh"), dict(chunk=32))
     assert (stop.strings, stop._keep) == (("xy",), True)
-    generate_command._run(given(generate_command, hf="h", template="t", prompt=["a"]))
-    assert asked["load_folder"] == (("h", "mesh"), dict(template="t"))
-    assert asked["Sampler"][1] == dict(chunk=generate_command.CHUNK)  # one text is shown as it comes
+    assert capsys.readouterr().err == "origin\n"
+    for chat in (False, True):  # without a template there is nothing to say of --chat, with one where it is not given
+      generate_command._run(given(generate_command, hf="h", template="t", prompt=["a"], chat=chat))
+      assert asked["load_folder"] == (("h", "mesh"), dict(template="t"))
+      assert asked["Sampler"][1] == dict(chunk=generate_command.CHUNK)  # one text is shown as it comes
+      assert ("With --chat it is what the user says" in capsys.readouterr().err) == (not chat)
+
+
+def test_generate_from_standard_input(monkeypatch):
+  asked = Asked()
+  monkeypatch.setattr(sys, "stdin", io.StringIO("a text\nof two lines"))
+  with noted(asked, generate_command, load_folder=loaded(), Sampler="sampler", complete=None), noted(
+      asked, mesh_lib, make_mesh="mesh"):
+    generate_command._run(given(generate_command, hf="h"))
+  assert asked["complete"][0][2] == [("text", "a text\nof two lines", "prompt 0", [])]
 
 
 def test_generate_from_a_keyboard(monkeypatch):
@@ -95,7 +110,8 @@ def test_generate_from_a_keyboard(monkeypatch):
              converse=None), noted(asked, mesh_lib, make_mesh="mesh"):
     generate_command._run(given(generate_command, template="plain", **flags_of))
     (_, sampler, options, system, images, stop), _ = asked["converse"]
-    assert options == dict(SAMPLING, num_samples=1, stop_ids=(7,)) and asked["Sampler"][1]["rows"] == 1
+    assert options == dict(SAMPLING, num_samples=1, stop_ids=(7,))
+    assert asked["Sampler"] == (("the model", "mesh"), dict(rows=1, chunk=generate_command.CHUNK))
     assert (sampler, system, images, stop.strings, stop._keep) == ("sampler", "s", ["i.png"], ("x",), False)
     for changed, message in ((dict(num_samples=2, template="plain"), "a conversation has one answer"),
                              (dict(), "no chat template to converse with"),

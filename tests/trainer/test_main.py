@@ -1,15 +1,18 @@
 """Whole runs: what a user sees, resuming in the same process, and what is refused."""
 
+import contextlib
 import json
 import os
 import re
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from input_pipeline import once
 from tests import tiny
-from trainer import train, update
+from trainer import main, train, update
 from trainer.callbacks import Callback
 from trainer.config import source
 from trainer.errors import ConfigError, DataError
@@ -142,6 +145,7 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(straight, corp
   run = train(tiny.config(corpus, schedule=tiny.COSINE), workdir)
   assert_same_state(run.state, reference.state)
   assert (workdir / "metrics.jsonl").read_text() == before
+  assert run.last_eval == (8, pytest.approx(reference.last_eval[1]))
   assert "finished all 8 steps" in capsys.readouterr().out
 
 
@@ -240,6 +244,7 @@ def _change(path, value):
     ("keep_best", "loss", ConfigError, "eval/val/loss"),
     ("total_steps", 0, ConfigError, "total_steps is 0"),
     ("resume", "/nowhere/at/all", ConfigError, "does not exist"),
+    ("init_from", dict(path="/nowhere/at/all", made_by="configs.quickstart"), ConfigError, "Train it first"),
 ])
 def test_what_cannot_work_is_refused_before_training(corpus, tmp_path, path, value, error, expected):
   config = tiny.config(corpus)
@@ -319,6 +324,20 @@ def test_a_run_that_stays_non_finite_stops_and_names_the_leaf(corpus, tmp_path):
     train(config, tmp_path)
 
 
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt(), None])
+def test_after_an_error_in_the_loop_nothing_goes_on_beside_it(error):
+  calls = []
+  ends, saves = (types.SimpleNamespace(**{name: lambda said=said: calls.append(said)}) for name, said in (
+      ("close", "clock"), ("abandon", "saves")))
+  run = types.SimpleNamespace(callbacks=lambda *given: calls.append(given), chrono=types.SimpleNamespace(ends=ends),
+                              checkpoints=saves)
+  with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+    with main._reporting_errors(run, types.SimpleNamespace(wait=lambda: calls.append("compiler"))):
+      if error is not None:
+        raise error
+  assert calls == ([] if error is None else [("on_error", run, error), "saves", "compiler"]) + ["clock"]
+
+
 def test_a_profile_is_written(corpus, tmp_path):
   config = tiny.config(corpus, total_steps=4)
   config.profile.update(start_step=1, num_steps=2)
@@ -326,10 +345,14 @@ def test_a_profile_is_written(corpus, tmp_path):
   assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-def test_a_workdir_that_cannot_be_written_to_is_refused_at_once(corpus, tmp_path, monkeypatch):
+def test_a_workdir_that_cannot_be_written_to_is_refused_at_once(corpus, tmp_path, monkeypatch, caplog):
   monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests' user may write everywhere
+  once.warning("of a run before")
   with pytest.raises(ConfigError, match=f"--workdir {tmp_path} cannot be written to"):
     train(tiny.config(corpus), tmp_path)
+  caplog.clear()
+  once.warning("of a run before")  # another run has begun in this process: it is said again
+  assert "of a run before" in caplog.text
 
 
 def test_a_workdir_may_begin_with_the_home_folder(corpus, tmp_path, monkeypatch):

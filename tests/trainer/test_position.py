@@ -229,6 +229,22 @@ def test_new_sizes_begin_where_the_last_rollout_that_was_made_ends(rest, begin):
   assert (past.step, past.begin, past.tokens) == (6, begin, 96) and past.pieces[0].parts == 3
 
 
+@pytest.mark.parametrize("changed, rest, expected", [
+    (dict(), None, (5, 5, "rows", 256)),  # 2 steps of 4 rows and 3 of 8
+    (dict(step=1), None, (1, 1, "rows", 32)),
+    (dict(prompts=6), dict(first_step=1, steps=6, done=False, tokens=77), (5, 7, "prompts", 77)),
+    (dict(prompts=6), dict(first_step=1, steps=6, done=True, tokens=77), (5, 5, "prompts", 77)),
+    (dict(prompts=6), {}, (5, 5, "prompts", 0))])
+def test_a_checkpoint_that_does_not_say_what_was_taken_has_it_of_its_config(changed, rest, expected):
+  """Rows of 8 places, 4 of them in two micro-batches, and 8 from step 2 on; or rollouts for two passes of 3 updates."""
+  rollout = dict(num_prompts=changed.get("prompts", 0), updates=3, epochs=2)
+  meta = dict(step=changed.get("step", 5), rest_of_rollout=rest, config=dict(
+      batch_size=4, grad_accum_steps=2, seq_len=8, input=dict(batch_size_stages=[[2, 8]]), rollout=rollout))
+  past = position.past_of(meta)
+  assert (past.step, past.begin, past.of, past.tokens) == expected
+  assert [(piece.step, piece.size) for piece in past.pieces] == ([(0, 6)] if "prompts" in changed else [(0, 4), (2, 8)])
+
+
 def test_a_checkpoint_of_its_own_that_is_damaged_is_passed_over_and_another_run_s_is_not(tmp_path, monkeypatch):
   """The newest is damaged: the one before says where the data stand. Of one that is resumed there is none before."""
   def read_meta(found):

@@ -11,11 +11,15 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from input_pipeline import loader
+from input_pipeline.batches import Kept
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests import tiny
 from tests.models.common import make
 from trainer import program as program_lib
 from trainer import startup, tree, update
+from trainer import state as state_lib
+from trainer.checkpoints import init_from
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import checks as config_checks
 from trainer.config import reward, source, strategy
 from trainer.distributed import mesh as mesh_lib
@@ -164,8 +168,18 @@ def test_options_that_cannot_be_are_refused_before_any_device(tmp_path):
   config = resolved(tmp_path, strategy=strategy("dpo", beta=0.0))
   with pytest.raises(ConfigError, match="strategy.beta"):
     made(config, abstract_mesh())
-  with pytest.raises(ConfigError, match="activation_rules: unknown name"):
-    program_lib.resolve(tiny.config(tmp_path, activation_rules=(("heights", None),)))
+  for changed, says in (
+      (dict(activation_rules=(("heights", None),)), "activation_rules: unknown name"),
+      (dict(batch_size=3, grad_accum_steps=2), "batch_size 3 is not divisible"),
+      (dict(rollout=dict(num_prompts=2)), "strategy 'seq' does not learn from completions"),
+      (dict(spikes=dict(action="warn", window=9)), "spikes.window is 9"),
+      (dict(health_silent=("nothing",)), "health_silent names 'nothing'")):
+    with pytest.raises(ConfigError, match=says):
+      program_lib.resolve(tiny.config(tmp_path, **changed))
+  learned = dict(positions="learned", max_positions=31)
+  with pytest.raises(ConfigError, match="seq_len is 32, but model.max_positions is 31"):
+    program_lib.resolve(tiny.config(tmp_path, seq_len=32, model=learned))
+  program_lib.resolve(tiny.config(tmp_path, seq_len=31, model=learned))
 
 
 def test_keys_that_the_step_reads_count_as_read(tmp_path):
@@ -222,11 +236,60 @@ def test_averages_are_kept_where_they_have_a_decay(tmp_path, decay):
 
 def test_what_an_update_is_told(tmp_path):
   config = resolved(tmp_path, seed=5, batch_size=16, grad_accum_steps=2, optimizer=dict(clip_norm=0.25, ema_decay=0.75),
-                    precision=dict(params="bfloat16", stochastic_rounding=True), strategy=strategy(
-                        "dpo", reference_ema=0.5, reference_ema_steps=7))
+                    precision=dict(params="bfloat16", stochastic_rounding=True, offload_optimizer=True),
+                    strategy=strategy("dpo", reference_ema=0.5, reference_ema_steps=7))
+  config.model.moe.choice_bias_rate = 0.125
   program = made(config, mesh_lib.make_mesh({}, jax.devices()[:1]))
-  assert program.options == update.Options(5, 8, ["main"], 0.25, 0.75, (0.5, 7), False)
+  assert program.options == update.Options(5, 8, ["main"], 0.25, 0.75, (0.5, 7), True, 0.125)
   assert program.optimizer.moments.seed == 5 and program.optimizer.stochastic_rounding
+
+
+def test_what_other_models_say_is_split_as_the_rows_are():
+  mesh = mesh_lib.make_mesh(dict(data=4, tensor=2))
+  rows = mesh_lib.batch_sharding(mesh)
+  program = SimpleNamespace(kept=(Kept("said"), Kept("ids", (3,), "int32")), mesh=mesh, batch_sharding=rows)
+  given = {"loss_weights": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=rows)}
+  seen = program_lib.Program.seen(program, given)
+  assert {name: (part.shape, part.dtype, part.sharding) for name, part in seen.items()} == {
+      "loss_weights": ((8, 16), np.float32, rows), "said": ((8, 16), np.float32, rows),
+      "ids": ((8, 16, 3), np.int32, rows)}
+  assert list(given) == ["loss_weights"]
+
+
+def test_what_a_model_is_told(tmp_path, monkeypatch):
+  config = resolved(tmp_path, remat="full", optimizer=dict(freeze=("embed/",)), precision=dict(
+      params="bfloat16", compute="float32", matmul="int8", matmul_gradients="all", matmul_skip=("attn/k/",)))
+  config.precision.frozen = "int8"  # of a run both would be refused; here each is to be told apart
+  monkeypatch.setattr(program_lib.api, "make_model", lambda section, **options: (section, options))
+  rules = program_lib.matmul.make_matmul_rules("int8", "all", ("attn/k/",))
+  assert program_lib.make_model(config, 300) == (config.model, dict(
+      vocab_size=300, params_dtype="bfloat16", compute_dtype="float32", remat="full", frozen="int8", freeze=("embed/",),
+      matmul_rules=rules))
+  config.precision.matmul = "none"
+  assert program_lib.make_model(config, 300)[1]["matmul_rules"] is None
+
+
+@pytest.mark.parametrize("changed, looked", [
+    (dict(), []), (dict(remat="offload"), ["remat = offload"]),
+    (dict(precision=dict(offload_optimizer=True)), ["precision.offload_optimizer = True"])])
+def test_whether_there_is_memory_of_the_host_is_looked_at_where_it_is_used(tmp_path, monkeypatch, changed, looked):
+  said, mesh = [], mesh_lib.make_mesh({}, jax.devices()[:1])
+  monkeypatch.setattr(program_lib.offload, "check", lambda mesh, what: said.append((mesh, what)))
+  made(resolved(tmp_path, **changed), mesh)
+  assert said == [(mesh, what) for what in looked]
+
+
+def test_a_run_begins_with_everything_where_the_step_has_it(tmp_path):
+  """Parameters, moments, averages and counters, none of which is whole where it is to be split."""
+  config = resolved(tmp_path, optimizer=dict(ema_decay=0.9))
+  program = made(config, mesh_lib.make_mesh(dict(fsdp=4, tensor=2)))
+  checkpoints = Checkpoints(tmp_path / "checkpoints")
+  start = state_lib.initialise(config, init_from.origin_of(config), program, checkpoints)
+  checkpoints.close()
+  found, wanted = tree.flatten(start.state), tree.flatten(program.abstract_state)
+  assert found.keys() == wanted.keys() and "ema/embed/embedding" in found
+  for path, leaf in found.items():
+    assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim), path
 
 
 @pytest.mark.parametrize("platform, rank, frozen", [

@@ -48,11 +48,13 @@ def test_metrics_of_a_step_are_fetched_when_the_next_is_dispatched_and_once():
 
 def saving(metrics, at, best="eval/val/loss", saved=True, go_back=None):
   """What a run that is at step 8 saves, whose last evaluation, after step `at`, gave `metrics`."""
-  found = []
+  found, paused = [], []
   run = Run.__new__(Run)
-  run._pending, run.step, run.state, run.go_back, run.pinned, run.remembered = None, 8, {"x": 1}, go_back, {}, {}
-  run.config, run.config_json = types.SimpleNamespace(keep_best=best), {}
-  run.chrono = types.SimpleNamespace(pause=lambda kind: contextlib.nullcontext(), state=dict)
+  run._pending, run.step, run.state, run.go_back = (8, {"loss": 0.5}, "batch"), 8, {"x": 1}, go_back
+  run.pinned, run.remembered = {"base": "b"}, {"spikes": 1}
+  run.config, run.config_json = types.SimpleNamespace(keep_best=best), {"seed": 2}
+  run.chrono = types.SimpleNamespace(pause=lambda kind: paused.append(kind) or contextlib.nullcontext(),
+                                     state=lambda: {"train": 3.0})
   run.data = types.SimpleNamespace(
       batch_range=lambda step: (10 * step, 10), taken=types.SimpleNamespace(saved=lambda tokens: {"tokens": tokens}),
       counters=lambda step: {"main": step}, fingerprint="f", saved=lambda step: ({"rest": step}, None),
@@ -60,8 +62,10 @@ def saving(metrics, at, best="eval/val/loss", saved=True, go_back=None):
   run.last_eval = (at, metrics)
   run.checkpoints = types.SimpleNamespace(save=lambda *args: (found.append(args), saved)[1])
   run.writer = types.SimpleNamespace(write_scalars=lambda step, row: found.append((step, list(row))))
-  run.callbacks = lambda hook, run, step: found.append((hook, step))
+  run.callbacks = lambda hook, run, step, *metrics: found.append((hook, step, *metrics))
   run.save()
+  assert paused == ["checkpoint"] * (go_back is None)
+  assert found.pop(0) == ("on_step_end", 8, {"loss": 0.5})  # before anything else
   return found
 
 
@@ -70,8 +74,9 @@ def test_a_checkpoint_has_what_was_evaluated_of_its_own_state_alone():
   (step, state, meta, scored, arrays), *after = saving(metrics, at=8)
   assert (step, state, scored, arrays) == (8, {"x": 1}, metrics, None)
   assert after == [(8, ["time/checkpoint"]), ("on_checkpoint", 8)]
-  assert [meta[key] for key in ("step", "rows_seen", "taken", "data", "rest_of_rollout")] == [
-      8, 80, {"tokens": 800}, {"main": 8}, {"rest": 8}]
+  assert meta == {"step": 8, "rows_seen": 80, "taken": {"tokens": 800}, "data": {"main": 8}, "data_fingerprint": "f",
+                  "seconds": {"train": 3.0}, "config": {"seed": 2}, "pinned": {"base": "b"},
+                  "remembered": {"spikes": 1}, "rest_of_rollout": {"rest": 8}}
   assert saving(metrics, at=7)[0][3] == {} == saving({}, at=-1)[0][3]
 
 
@@ -99,16 +104,18 @@ class Scores:
 
 def evaluating(names, on_error="stop", **evaluators):
   """(the run after these evaluations at step 8, what it wrote and called); its last one was after step 6."""
-  found = []
+  found, paused = [], []
   run = Run.__new__(Run)
-  run._pending, run.step, run.failed_evaluations = None, 8, 0
+  run._pending, run.step, run.failed_evaluations = (8, {"loss": 0.5}, "batch"), 8, 0
   run.state = {"params": {"a": 1, "b": 2}, "ema": {"a": 10}, "reference": {"b": 20}}
-  run.chrono = types.SimpleNamespace(pause=lambda kind: contextlib.nullcontext())
+  run.chrono = types.SimpleNamespace(pause=lambda kind: paused.append(kind) or contextlib.nullcontext())
   run.evaluators, run.last_eval = evaluators, (6, {"eval/old/loss": 1.0})
   run.horizon = Horizon(9, 1, 1, 0, True, {name: Evaluation(2, False, True, on_error) for name in evaluators}, None)
   run.writer = types.SimpleNamespace(write_scalars=lambda step, row: found.append((step, row)))
   run.callbacks = lambda hook, run, *args: found.append((hook, *args))
   run.evaluate(names)
+  assert paused == ["eval"]
+  assert found.pop(0) == ("on_step_end", 8, {"loss": 0.5})  # before anything else
   return run, found
 
 

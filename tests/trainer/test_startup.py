@@ -183,14 +183,15 @@ atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000))
   assert (said[0], said[-1]) == ("False", "True True")
 
 
+@pytest.mark.devices(8)
 def test_programs_of_several_devices_on_cpu_are_always_compiled_anew(tmp_path):
   """Those from the cache have lost the order of their collectives: seen to hang, two devices in two of them."""
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
   jax.config.update("jax_enable_compilation_cache", True)
   jax.config.update(KEYS[2], 0)
+  compilation_cache.reset_cache()
   try:
     for devices, kept in ((jax.devices()[:1], True), (jax.devices(), False)):
-      compilation_cache.reset_cache()
       count = len(list(tmp_path.iterdir()))
       rows = mesh_lib.batch_sharding(mesh_lib.make_mesh({"data": -1}, devices))
       jax.block_until_ready(jax.jit(lambda x: x.sum(), in_shardings=rows)(np.zeros((8, len(devices) + 2))))

@@ -35,7 +35,10 @@ def test_a_run_learns_from_videos_and_is_exported_whole(tmp_path, name):
   """Every array is trained, frames included; the export says how frames are taken, as the config has it."""
   config = configured(tmp_path, name)
   config.model.vision.video.fps = 3.0
-  train(config, str(tmp_path / "run"))
+  run = train(config, str(tmp_path / "run"))
+  # What a token takes counts the tower, forward and backward.
+  whole = run.model.flops_per_token(192, images_per_row=run.data.images_per_row, tower_frozen=False)
+  assert run.chrono._flops_per_token == whole > run.model.flops_per_token(192)
   out = export.export(tmp_path / "run", tmp_path / "out")
   before, after = (tree_lib.flatten(hf.load(path)[1]) for path in (tmp_path / "hf", out))
   assert before.keys() == after.keys()

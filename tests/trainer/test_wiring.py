@@ -18,6 +18,7 @@ import pytest
 
 from models.api import Output
 from trainer import train
+from trainer import workdir as workdir_lib
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint
 from trainer.config import defaults, evaluator, source
@@ -74,7 +75,8 @@ class Log:
 
 
 class Watch(Callback):
-  """Keeps a `Log`, and asks the run to stop after step `stop`, or to go back as after a `Spike(*back)`."""
+  """Keeps a `Log`, and asks the run to stop after step `stop`, or to go back as after a `Spike(*back)`. It has waited
+  100 s for the batch of step 4."""
 
   log = Log()
 
@@ -83,6 +85,8 @@ class Watch(Callback):
 
   def on_step_begin(self, run):
     self._before = jax.tree.leaves(run.state)
+    if run.step == 3:
+      run.chrono.waited(100.0)
 
   def on_step_end(self, run, step, metrics):
     tokens = np.asarray(run.batch["tokens"])
@@ -268,6 +272,9 @@ def test_the_best_checkpoint_is_that_of_its_own_evaluation(straight):
   for step, meta in metas.items():
     assert meta["metrics"]["eval/val/loss"] == pytest.approx(values[step], abs=1e-7)
     assert (meta["step"], meta["rows_seen"]) == (step, step * ROWS)
+    # Counted by a callback of the config's own, after what is saved in the loop, before what is saved at the end.
+    assert meta["remembered"]["watched"] == {12: 11, 14: 14}[step]
+    assert meta["config"]["optimizer"]["momentum"] == MOMENTUM
 
 
 def test_a_checkpoint_holds_the_state_after_its_step(straight):
@@ -292,6 +299,9 @@ def test_a_stopped_run_goes_on_where_it_was(stopped, folder, tmp_path):
   check_steps(after, expected(counts), range(7, TOTAL + 1))
   assert sorted(after.evaluated) == [9, 12, 14] and after.saved == [8, 12, 14]
   assert run.step == run.remembered["watched"] == TOTAL
+  # Its clock goes on as well, from the first start on: it has waited 100 s, once.
+  assert 100 <= run.chrono.state()["data"] < 200
+  assert run.chrono._first_start == workdir_lib.first_start(workdir)
 
 
 def test_resume_takes_the_other_run_whole_and_its_own_checkpoint_afterwards(stopped, folder, tmp_path):
@@ -340,6 +350,15 @@ def test_after_a_spike_the_older_state_goes_on_with_the_later_data_and_learning_
   for steps in ((4, 5), (6, 7), (11, 12)):
     assert sum(straight[step] for step in steps).max() == 1, steps
   np.testing.assert_array_equal(sum(straight[step] for step in range(1, 6)), 2)
+
+
+def test_the_end_of_every_step_is_known_and_nothing_waits_for_more(straight):
+  """And what took time beside the steps is told apart."""
+  run, _, _ = straight
+  assert all(run.chrono.ends.of(step).result(timeout=99) > 0 for step in range(1, TOTAL + 1))
+  assert run.chrono.ends.step == TOTAL and run.chrono.ends.of(TOTAL + 1) is None
+  assert run.chrono.ends._thread is None
+  assert set(run.chrono.longest) == {"compile", "eval", "checkpoint"}
 
 
 def test_the_state_is_donated_to_every_step(straight):

@@ -12,6 +12,7 @@ from trainer import train, workdir
 from trainer.callbacks import Callback
 from trainer.config import checks as config_checks
 from trainer.errors import ConfigError
+from trainer.telemetry.writers import read_rows
 
 NEVER = dict(ckpt_steps=0, ckpt_percent=-1.0, evals={}, report=False)
 
@@ -53,6 +54,8 @@ def test_never_is_never_also_at_the_end_and_at_a_signal(corpus, tmp_path, capsys
   assert ("  checkpoints " in printed) is bool(steps)
   assert ("the same command continues" in printed) is False
   assert run.step == (3 if "callbacks" in changed else 5)
+  # The last step's metrics are written, too, though nothing follows it.
+  assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row] == [*range(1, run.step + 1)]
 
 
 def test_a_last_step_that_keep_saves_is_saved(corpus, tmp_path, capsys):

@@ -29,6 +29,8 @@ Leaves = dict[str, Any]  # arrays or their shapes, by path
 # What the folder of a language model may lack: the head that scores sequences, scalars of similarities, what predicts
 # tokens further ahead.
 NEW = re.compile("^(score|similarity|mtp)/")
+# Where all parameters come from if nothing provides any.
+ALL_FRESH = "fresh parameters"
 # What has an entry for each token, and along which dimension.
 EMBEDDINGS = {"embed/embedding": 0, "per_layer_embed/embedding": 0, "unembed/kernel": 1}
 
@@ -120,8 +122,13 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
   fresh = {path: leaf for path, leaf in stored.items() if path not in found}
   if fresh:
     found |= _fresh(model, origin.seed, fresh)
-    sources.append(f"{len(fresh)} fresh arrays" if sources else "fresh parameters")
+    sources.append(f"{len(fresh)} fresh arrays" if sources else ALL_FRESH)
   return tree.unflatten({path: found[path] for path in stored}), ", ".join(sources)
+
+
+def has_fresh(where: str) -> bool:
+  """Whether that sentence of `first_params` says that some parameters are fresh; it has names of folders in it, too."""
+  return where == ALL_FRESH or re.search(r", \d+ fresh arrays$", where) is not None
 
 
 def check_base(config: Any, base: Any, where: str, folder: Path) -> None:

@@ -38,7 +38,6 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
     ConfigError: naming each unknown key (with the nearest known one) and each value of a wrong type.
   """
   problems: list[str] = []
-  given = given.to_dict() if isinstance(given, ConfigDict) else given
   template = defaults()
   given = _without_invalid_keys(given, problems)
   options = given.get("strategy") or {}
@@ -87,7 +86,6 @@ def _is_stale(name: str, key: str, value) -> bool:
   own = strategy(name)
   if key in own and (value is None or isinstance(value, _DICTS) == isinstance(own[key], _DICTS)):
     return value is None and own[key] is not None
-  value = value.to_dict() if isinstance(value, ConfigDict) else value
   return any(key in other.all_options() and strategy(other_name).to_dict()[key] == value
              for other_name, other in strategies.STRATEGIES.items())
 

@@ -131,7 +131,8 @@ def _from_rows(unit: str, value: float, key: str, run: RunLengths) -> tuple[floa
     raise ConfigError(f"{key} = {value:,}, but how many tokens rollouts give is not known before; set "
                       f"{key.removesuffix('tokens')}steps, _examples (prompts) or _epochs instead")
   exact = step_of(value / seq_len if unit == "tokens" else value)
-  first, last = rows_before(1), rows_before(math.ceil(exact) + 1) - rows_before(math.ceil(exact))
+  count = max(math.ceil(exact), 1)
+  first, last = rows_before(1), rows_before(count) - rows_before(count - 1)
   per_step = f"{first:,} rows a step" if first == last else f"{first:,} to {last:,} rows a step"
   return exact, f"{value:,} {unit}, {per_step}" + (f" of {seq_len:,} tokens" if unit == "tokens" else "")
 

@@ -43,7 +43,7 @@ def invalid(value: Any) -> str | None:
   if isinstance(value, str) and "\0" in value:
     return "a string without NUL characters"
   parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-  return next((f"{must_be} throughout" for must_be in map(invalid, parts) if must_be), None)
+  return next((f"{must_be.removesuffix(' throughout')} throughout" for must_be in map(invalid, parts) if must_be), None)
 
 
 def invalid_name(name: Any) -> str | None:

@@ -158,14 +158,14 @@ def first_params(config: Any, origin: init_from.Origin, model: Any, target: Any,
     params, where = init_from.first_params(origin, policy_of(model), wanted, partial=partial)
   if NAME not in target or not isinstance(model, ActorCritic):
     return params, where
-  path, lacking = config.strategy.critic, ""
+  path, held = config.strategy.critic, None
   if path == START:
     source = dataclasses.replace(origin, model=_section(config), peft=None)
   else:
     held = teacher.find(path, KEY)
     source = teacher.origin_at(origin, held, _section(config))
-    lacking = "fresh" if held.section.head == "score" else "fresh parameters"
   params[NAME], found = init_from.first_params(source, model.critic, target[NAME], partial=partial)
-  if lacking and lacking in found:
+  if held is not None and (init_from.has_fresh(found) if held.section.head == "score" else
+                           found == init_from.ALL_FRESH):
     raise ConfigError(f"{KEY}: {path} does not have all of its model's parameters ({found}).")
   return params, f"{where}; critic: {found}" if where else f"critic: {found}"

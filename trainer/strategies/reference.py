@@ -85,7 +85,7 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
   origin = dataclasses.replace(init_from.origin_of(config), tokenizer=None, path=None if is_hf else str(folder),
                                folder=str(folder) if is_hf else None, remap=(), ignore=(), peft=None, fresh=False)
   loaded, where = init_from.first_params(origin, critic.policy_of(model), target, partial=True)
-  if "fresh" in where:
+  if init_from.has_fresh(where):
     raise ConfigError(f"strategy.reference: {kind} does not have all of the model's parameters ({where}).")
   return loaded
 

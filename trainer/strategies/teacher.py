@@ -117,7 +117,7 @@ def load(config: Any, target: Any, path: str, key: str = KEY) -> Any:
   origin = origin_at(init_from.origin_of(config), source, source.section)
   model = make_model(path, str(config.precision.params), str(config.precision.compute), key)
   loaded, where = init_from.first_params(origin, model, target)
-  if "fresh" in where:
+  if init_from.has_fresh(where):
     raise ConfigError(f"{key}: {source.path} does not have all of its model's parameters ({where}).")
   return loaded
 

@@ -1,6 +1,8 @@
 """Checkpoints: round trips, other meshes, retention, unreadable ones, full disks."""
 
+import contextlib
 import json
+import logging as std_logging
 import shutil
 import threading
 
@@ -296,3 +298,14 @@ def test_each_checkpoint_that_is_set_aside_keeps_a_name_of_its_own(tmp_path):
   checkpoints.close()
   assert {folder.name: [file.name for file in folder.iterdir()] for folder in tmp_path.iterdir()} == {
       "4.unreadable": ["0"], "4.unreadable~": ["1"], "4.unreadable~~": ["2"]}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_warnings_are_left_out_only_while_orbax_reads(fails, monkeypatch):
+  logger = checkpoint.logging.get_absl_logger()
+  monkeypatch.setattr(logger, "level", std_logging.INFO)
+  with contextlib.suppress(KeyError), checkpoint.quietly():
+    assert logger.level == std_logging.ERROR
+    if fails:
+      raise KeyError("x")
+  assert logger.level == std_logging.INFO

@@ -31,6 +31,12 @@ def test_whatever_is_changed_of_what_a_checkpoint_says_is_seen(key, other):
     checksums.checked_meta(changed)
 
 
+def test_the_order_in_which_a_checkpoint_says_things_is_no_damage():
+  sealed = checksums.add_checksums({"step": 3, "data": {"b": 1, "a": 2}}, {}, {})
+  turned = {**dict(reversed(sealed.items())), "data": {"a": 2, "b": 1}}
+  assert checksums.checked_meta(turned)["data"] == {"a": 2, "b": 1}
+
+
 def test_what_is_sealed_is_a_copy():
   meta = {"remembered": {"recent": [1.0]}}
   sealed = checksums.add_checksums(meta, {}, {})

@@ -263,6 +263,8 @@ def test_each_file_that_says_what_there_is_must_say_so(saved):
       step / part / "_METADATA", *(step / part / "array_metadatas").glob("*")))]
   assert len(files) == 4
   damage.look(step)
+  with pytest.raises(FileNotFoundError):  # no damage: its disk may be away
+    damage.look(saved / "3")
   for file in files:
     content = file.read_bytes()
     for spoilt, says in ((content[:-2], "is not JSON"), (b"[]", "is not a JSON object"),
@@ -280,6 +282,12 @@ def test_each_file_that_says_what_there_is_must_say_so(saved):
       damage.look(step)
     file.rmdir()
     file.write_bytes(content)
+  for part in ("state", "arrays"):  # what their chunks are found by
+    manifest = step / part / "manifest.ocdbt"
+    manifest.rename(step / "away")
+    with pytest.raises(Damaged, match=f"{step} is damaged: {manifest} is missing"):
+      damage.look(step)
+    (step / "away").rename(manifest)
   listed = step / "state" / "_METADATA"
   content = json.loads(listed.read_text())
   del content["tree_metadata"][next(key for key in content["tree_metadata"] if "kernel" in key)]
@@ -291,6 +299,7 @@ def test_each_file_that_says_what_there_is_must_say_so(saved):
 @pytest.mark.parametrize("size, said, proof", [
     (100, "OUT_OF_RANGE: Error reading local file \"{}\": Requested byte range [0, 120)", "has 100 bytes of 120"),
     (120, "OUT_OF_RANGE: Error reading local file \"{}\": Requested byte range [0, 120)", ""),
+    (100, "OUT_OF_RANGE: Error reading local file \"{}\"", ""),
     (120, "NOT_FOUND: Error opening local file \"{}\"", ""),
     (None, "NOT_FOUND: Error opening local file \"{}\"", "is missing"),
     (120, "DATA_LOSS: Error decoding local file \"{}\": Digest mismatch", "Digest mismatch"),
@@ -314,3 +323,11 @@ def test_an_error_of_the_system_is_no_proof_whatever_it_led_to():
   except ValueError as error:
     assert damage._proof(Path("checkpoint"), error) == ""
   assert damage._proof(Path("checkpoint"), ValueError("DATA_LOSS: Error decoding")) != ""
+
+
+@pytest.mark.parametrize("said, expected", [
+    ("", "OSError"), ("\n", "OSError"), (" the first\nthe second", "the first"),
+    ("no file [tensorstore_spec='{...}']", "no file"), ("[tensorstore_spec='{...}']", "OSError"),
+    ("a" * 150 + "b" * 150, "a" * 150 + "b" * 150), ("a" * 151 + "b" * 150, "a" * 140 + " … " + "b" * 140)])
+def test_an_error_in_short_is_its_first_line_or_its_kind(said, expected):
+  assert damage.in_short(OSError(said)) == expected

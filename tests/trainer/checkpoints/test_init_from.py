@@ -60,8 +60,14 @@ def test_where_parameters_are_from_is_counted_apart(monkeypatch):
   monkeypatch.setattr(init_from.quantize, "store", lambda path, leaf, stored: {path: leaf})
   origin = dataclasses.replace(init_from.origin_of(defaults()), path="run", folder="folder")
   wanted = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in "abcd"}
-  assert init_from.first_params(origin, None, wanted, partial=True) == (
-      dict(a=1.0, b=2.0, c=3.0, d=4.0), "2 arrays from run, 1 arrays from folder, 1 fresh arrays")
+  found = init_from.first_params(origin, None, wanted, partial=True)
+  assert found == (dict(a=1.0, b=2.0, c=3.0, d=4.0), "2 arrays from run, 1 arrays from folder, 1 fresh arrays")
+  assert init_from.has_fresh(found[1])
+  _, where = init_from.first_params(dataclasses.replace(origin, path="7 fresh arrays", folder="fresh parameters"), None,
+                                    {name: wanted[name] for name in "abc"}, partial=True)
+  assert where == "2 arrays from 7 fresh arrays, 1 arrays from fresh parameters" and not init_from.has_fresh(where)
+  _, where = init_from.first_params(dataclasses.replace(origin, path=None, folder=None), None, wanted)
+  assert where == "fresh parameters" and init_from.has_fresh(where)
 
 
 def test_another_runs_parameters_with_remap_and_ignore(run, caplog):
@@ -212,14 +218,17 @@ def test_a_reference_with_new_tokens_of_its_own_keeps_their_rows(tmp_path):
   assert np.any(init_from.first_params(as_base, run.model, placed(run))[0]["embed"]["embedding"][258] != trained[258])
 
 
-@pytest.mark.parametrize("fresh, found, looked", [(False, None, ["find run", "folder hf"]), (True, None, []),
-                                                  (False, "a past", [])])
-def test_what_a_run_begins_from_is_looked_for_only_where_it_begins(fresh, found, looked, monkeypatch):
+@pytest.mark.parametrize("fresh, found, path, of_start, of_model, looked", [
+    (False, None, "run", None, "hf", ["find run", "folder hf"]), (False, None, None, "other", "hf", ["folder other"]),
+    (False, None, None, "other", None, ["folder other"]), (False, None, None, None, None, []),
+    (True, None, "run", "other", "hf", []), (False, "a past", "run", "other", "hf", [])])
+def test_what_a_run_begins_from_is_looked_for_only_where_it_begins(fresh, found, path, of_start, of_model, looked,
+                                                                   monkeypatch):
   calls = []
   monkeypatch.setattr(init_from.checkpoint, "find", lambda path: calls.append(f"find {path}"))
   monkeypatch.setattr(init_from.hf, "TensorFolder", lambda folder: calls.append(f"folder {folder}"))
-  config = SimpleNamespace(init_from=SimpleNamespace(path="run", hf=None, fresh=fresh),
-                                 model=SimpleNamespace(hf="hf"))
+  config = SimpleNamespace(init_from=SimpleNamespace(path=path, hf=of_start, fresh=fresh),
+                           model=SimpleNamespace(hf=of_model))
   init_from.look(config, found)
   assert calls == looked
 
@@ -262,3 +271,17 @@ def test_rows_of_a_table_are_those_of_tokens_whichever_way_it_lies():
   table = np.arange(6.0).reshape(3, 2)
   np.testing.assert_array_equal(init_from.base_table("embed/embedding", {"embed/embedding": table}), table)
   np.testing.assert_array_equal(init_from.base_table("unembed/kernel", {"unembed/kernel": table.T}), table)
+
+
+def test_a_table_larger_than_the_folders_is_refused_where_no_tokens_are_new(tmp_path):
+  """Also of a folder that is not the run's own, a reference's say."""
+  folder = tiny.hf_folder(tmp_path / "model")
+  config, _ = program_lib.resolve(tiny.config(tmp_path, model=dict(hf=str(folder))))
+  config.model.vocab_size = 272
+  program_lib.settle(config, "cpu")
+  model = program_lib.make_model(config, 272)
+  origin = init_from.origin_of(config)
+  for found in (origin, dataclasses.replace(origin, typed=None)):
+    with pytest.raises(ConfigError, match=r"model.vocab_size=272 \(config.json: 264\).*embed/embedding is "
+                                          r"\(272, 16\) here, \(264, 16\) there\. Leave out"):
+      init_from.first_params(found, model, model.abstract_params())

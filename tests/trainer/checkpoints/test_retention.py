@@ -3,6 +3,7 @@
 import types
 
 import pytest
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from trainer.checkpoints import retention
 
@@ -17,3 +18,13 @@ def test_the_best_is_the_newest_of_the_best_values_that_are_numbers(mode, values
   there = [types.SimpleNamespace(step=step) for step in (2, 4, 6)]
   kept = retention._Best(values, mode).should_preserve(there, context=None)
   assert [info.step for info, stays in zip(there, kept, strict=True) if stays] == ([] if best is None else [best])
+
+
+@pytest.mark.parametrize("last, every, values, stay", [
+    (1, 0, None, [9]), (2, 0, None, [8, 9]), (1, 4, None, [4, 8, 9]), (1, 4, {6: 1.0, 8: 2.0}, [4, 6, 8, 9]),
+    (1, 0, {}, [9])])
+def test_one_reason_to_stay_is_enough(last, every, values, stay):
+  there = [types.SimpleNamespace(step=step) for step in (2, 4, 6, 8, 9)]
+  kept = retention.policy(last, every, values, "min").should_preserve(
+      there, context=preservation_policy.PreservationContext())
+  assert [info.step for info, stays in zip(there, kept, strict=True) if stays] == stay

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer.config import checks, defaults, evaluator, source, strategy
+from trainer.config import checks, defaults, evaluator, reward, source, strategy
 from trainer.errors import ConfigError
 from trainer.strategies import STRATEGIES, Strategy
 
@@ -67,6 +67,35 @@ def test_unset_keys_are_independent():
 def test_a_duration_replaces_the_default_in_another_unit():
   resolved = checks.resolve({"total_tokens": 1000, "schedule": {"warmup_steps": 5}})
   assert resolved.total_steps == -1 and resolved.schedule.warmup_percent == -1
+
+
+@pytest.mark.parametrize("given, warmup", [
+    ({"warmup_steps": -1}, {"percent": 2.0, "steps": -1}), ({"warmup_steps": None}, {"percent": 2.0, "steps": None}),
+    ({"warmup_steps": 0}, {"percent": -1.0, "steps": 0}), ({"warmup_tokens": 7}, {"percent": -1.0, "tokens": 7}),
+    ({"warmup_steps": 5, "warmup_percent": 3.0}, {"percent": 3.0, "steps": 5})])  # which durations.py refuses
+def test_a_duration_that_is_given_as_unset_replaces_nothing(given, warmup):
+  schedule = checks.resolve({"schedule": given}).schedule
+  assert {unit: schedule[f"warmup_{unit}"] for unit in warmup} == warmup
+
+
+def test_sources_of_evaluators_are_complete_too_and_so_are_evaluators_of_ones_own():
+  given = {"v": {"sources": {"mine": {"type": "text", "path": "x", "weight": 2}}, "max_documents": 3},
+           "own": {"type": "my.Evaluator", "argument": 1, "eval_steps": 5}}
+  resolved = checks.resolve({"evals": given, "callbacks": {"c": {"type": "my.Callback", "x": 1}}})
+  wanted = {**evaluator().to_dict(), "max_documents": 3,
+            "sources": {"mine": {**source().to_dict(), "type": "text", "path": "x", "weight": 2.0}}}
+  assert resolved.evals.v.to_dict() == wanted
+  assert resolved.evals.own.to_dict() == {**evaluator().to_dict(), **given["own"]}
+  assert resolved.callbacks.c.to_dict() == {"type": "my.Callback", "x": 1}
+  given["v"]["sources"]["mine"]["wieght"] = 1
+  with pytest.raises(ConfigError, match="unknown key config.evals.v.sources.mine.wieght; did you mean .*mine.weight"):
+    checks.resolve({"evals": given})
+
+
+def test_losses_and_teachers_are_replaced_as_a_whole():
+  assert checks.resolve({"strategy": {"name": "dpo", "loss": {"hinge": 0.5}}}).strategy.loss.to_dict() == {"hinge": 0.5}
+  teachers = {"a": {"path": "x", "weight": 2.0}}
+  assert checks.resolve({"strategy": {"name": "distill", "teachers": teachers}}).strategy.teachers.to_dict() == teachers
 
 
 @pytest.mark.parametrize("changed, expected", [
@@ -137,6 +166,25 @@ def test_audit_accepts_unread_defaults():
   checks.audit(view)
 
 
+def test_audit_knows_the_defaults_of_what_has_a_name_and_leaves_out_what_a_plan_is_asked():
+  def viewed(weight, **changed):
+    text, length = source(type="text", path="x", weight=weight), reward(type="length", weight=weight)
+    view = checks.View(checks.resolve(minimal(evals=dict(v=evaluator(sources=dict(s=text))), **changed,
+                                              rollout=dict(rewards=dict(r=length)), plan=dict(compile="never"))))
+    of_eval = view.evals.v.sources.s
+    _ = view.input.sources.main.type, of_eval.type, of_eval.path, view.rollout.rewards.r.type
+    return view
+
+  checks.audit(viewed(1.0))
+  with pytest.raises(ConfigError) as error:
+    checks.audit(viewed(2.0, model=dict(window=-1)))  # which is "unset" of durations alone
+  assert sorted(line for line in str(error.value).splitlines() if line.startswith("  - ")) == [
+      "  - config.evals.v.sources.s.weight = 2.0", "  - config.model.window = -1",
+      "  - config.rollout.rewards.r.weight = 2.0"]
+  saved = json.loads(checks.to_json(checks.resolve(minimal())))
+  assert checks.differences(saved, checks.resolve(minimal(model=dict(window=-1)))) == ["model.window: None -> -1"]
+
+
 def test_view_is_read_only_and_names_missing_keys():
   view = checks.View(checks.resolve(minimal()))
   with pytest.raises(AttributeError, match="read-only"):
@@ -160,8 +208,10 @@ def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults():
   saved = json.loads(checks.to_json(first))
   del saved["model"]["qk_norm"], saved["optimizer"]["momentum"], saved["model"]["layer_pattern"]
   saved["tokenizer"]["add_bos"], saved["gone"] = True, 1
-  saved["optimizer"]["wd_mults"] = [[r".*(scale|bias|embedding|A_log|sinks|xielu/\w+)$", 0.0]]
-  assert checks.differences(saved, first) == ["gone: 1 -> (absent)"]  # and a default may be a tuple
+  for no_decay in ("scale|bias|embedding", "scale|bias|embedding|A_log", "scale|bias|embedding|A_log|sinks",
+                   r"scale|bias|embedding|A_log|sinks|xielu/\w+"):  # by default, one version after another
+    saved["optimizer"]["wd_mults"] = [[f".*({no_decay})$", 0.0]]
+    assert checks.differences(saved, first) == ["gone: 1 -> (absent)"]  # and a default may be a tuple
   first.optimizer.wd_mults = ((".*bias$", 0.0),)
   assert len(checks.differences(saved, first)) == 2
   saved["optimizer"]["wd_mults"], first.optimizer.wd_mults = [], defaults().optimizer.wd_mults
@@ -171,6 +221,24 @@ def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults():
   assert checks.differences(saved, first)[1:] == [f"model.qk_norm: (absent) -> {first.model.qk_norm}"]
   folder = checks.resolve(minimal(tokenizer=dict(type="hf", path="x")))
   assert "tokenizer.add_bos: True -> None" in checks.differences(saved, folder)
+
+
+def test_a_run_that_goes_on_may_change_what_trains_nothing_and_no_other_key():
+  named = dict(evals=dict(v=evaluator()), callbacks=dict(c=dict(type="a.B", x=1)), loggers=dict(w=dict(type="wandb")),
+               mesh=dict(data=2))
+  free = [key for key in checks.flatten(checks.resolve(minimal(**named))) if not checks.trains(key)]
+  sections = {key.partition(".")[0] for key in free if "." in key} - {"precision", "input", "model", "rollout"}
+  assert sections == {"mesh", "processes", "evals", "callbacks", "loggers", "profile", "init_from", "export", "plan"}
+  whole = [key for key in checks.flatten(checks.resolve(minimal(**named))) if key.partition(".")[0] in sections]
+  lengths = [f"{prefix}_{unit}" for prefix in ("log", "ckpt", "keep")
+             for unit in ("steps", "examples", "tokens", "epochs", "percent")]
+  assert sorted(free) == sorted([
+      *whole, *lengths, "keep_last", "keep_best", "keep_best_mode", "sharding_rules", "activation_rules", "remat",
+      "deterministic", "precision.offload_optimizer", "report", "resume", "allow_config_changes", "health_silent",
+      "input.cache_dir", "input.prefetch", "input.workers", "input.max_over_long", "input.on_bad_row",
+      "input.max_bad_rows", "model.scan_layers", "model.attention", "model.attention_block", "model.vocab_chunk",
+      "rollout.batch_size", "rollout.reward_workers", "rollout.reward_timeout_seconds", "rollout.environment_workers",
+      "rollout.max_without_lesson"])
 
 
 @pytest.mark.parametrize("key, value", [("attention_logit_cap", 1.0), ("attention_out_bias", True),

@@ -89,6 +89,8 @@ def test_two_units_are_an_error_that_says_how_to_unset_one():
         ({"percent": 5.0}, {"total_steps": None}, "length of the run"),
         ({"epochs": 1.0}, {"rows_per_epoch": None}, "epoch is not known"),
         ({"steps": 2**31}, {}, r"x_steps = 2\.14748e\+09, which is 2.* steps; there are 2,147,483,\d+ at most"),
+        ({"examples": 8 * 2**31}, {}, r"x_examples = 1\.71799e\+10, which is 2\.14748e\+09 steps; there are 2,14"),
+        ({"tokens": 10**17}, {"batch_size": growing}, r"x_tokens = 1e\+17, which is 1\.2207e\+13 steps; there are"),
         ({"tokens": 512}, {"seq_len": None}, "x_tokens = 512, but how many tokens rollouts give is not known"),
         ({"steps": -3}, {}, "x_steps = -3; it must be 0 or more, or -1 .*not given"),
     ],
@@ -101,6 +103,7 @@ def test_impossible_durations(given, changed, message):
 def test_default_only_where_nothing_is_given():
   assert durations.steps(ConfigDict(duration("x")), "x", RUN, default=5) == 5
   assert durations.steps(ConfigDict(duration("x", steps=0)), "x", RUN, default=5) == 0
+  assert str(durations.resolve(ConfigDict(duration("x")), "x", RUN, default=5)) == "5 steps (default)"
 
 
 @pytest.mark.parametrize(
@@ -121,5 +124,6 @@ def test_explain_says_when_batches_grow():
   run = RUN._replace(batch_size=growing)
   words = str(durations.resolve(ConfigDict(duration("x", examples=832)), "x", run))
   assert words == "101 steps (832 examples, 8 to 32 rows a step)"
-  words = str(durations.resolve(ConfigDict(duration("x", examples=80)), "x", run))
-  assert words == "10 steps (80 examples, 8 rows a step)"
+  for examples, words in ((0, "0 steps (0 examples, 8 rows a step)"), (80, "10 steps (80 examples, 8 rows a step)"),
+                          (800, "100 steps (800 examples, 8 rows a step)")):  # the next would have 32
+    assert str(durations.resolve(ConfigDict(duration("x", examples=examples)), "x", run)) == words

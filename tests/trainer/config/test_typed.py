@@ -67,8 +67,9 @@ def test_what_gives_way_is_said_and_defaults_give_way_in_silence(file):
 def test_both_in_the_file_both_typed_or_typed_as_unset_stay(file):
   config = defaults()
   config.total_epochs, config.total_examples, config.total_steps = 3.0, 160, -1
-  both, notes = config_typed.prefer(config, {"seed": 1, "total_tokens": -1})
-  assert not notes
+  for unset in (-1, "None"):
+    both, notes = config_typed.prefer(config, {"seed": 1, "total_tokens": unset})
+    assert not notes and (both.total_epochs, both.total_examples) == (3.0, 160)
   with pytest.raises(ConfigError, match="total_examples = 160 and total_epochs = 3 are both set"):
     durations.steps(both, "total", RUN)
   typed = sweep.config_of(str(file), ["--config.total_steps=12", "--config.total_examples=160"])
@@ -92,6 +93,10 @@ def test_other_keys_that_exclude_each_other():
   assert (fresh.init_from.hf, fresh.model.hf) == (None, "/models/base")
   not_fresh, notes = config_typed.prefer(config, {"init_from.fresh": False})
   assert not_fresh.init_from.hf == "/models/base" and not notes
+  config.model.hf = "/models/other"  # which says what the model is already
+  other, notes = config_typed.prefer(config, {"init_from.fresh": True})
+  assert (other.init_from.hf, other.model.hf) == (None, "/models/other")
+  assert notes == ["init_from.hf = '/models/base' of the config file gives way to --config.init_from.fresh=True"]
 
 
 def test_keys_that_share_a_reference_do_not_change_together():
@@ -128,22 +133,37 @@ def test_a_share_for_validation_means_nothing_where_all_is_trained_on(file):
 
 def test_explain_override_names_the_nearest_key(tmp_path):
   file = tmp_path / "c.py"
-  file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  return defaults()\n")
-  message = config_typed.explain_override(["x", f"--config={file}", "--config.optimizer.learning_rat=1"], KeyError("x"))
-  assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"
+  file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  assert arg in (None, 'large')\n"
+                  "  return defaults()\n")
+  for argument in ("", ":large"):  # of two files the last counts
+    argv = ["x", "--config=other.py", f"--config={file}{argument}", "--config.optimizer.learning_rat=1"]
+    message = config_typed.explain_override(argv, KeyError("x"))
+    assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"
+  message = config_typed.explain_override(["x", f"--config={file}:small"], KeyError("x"))
+  assert message == f"{file}:small cannot be read: AssertionError: "
 
 
 @pytest.mark.parametrize("given, said", [
     (["--config=FOLDER/recipies.py"], "FOLDER/recipies.py: no such file; did you mean FOLDER/recipe.py?"),
     (["-config", "FOLDER/x.py:arg", "--config.log_steps=1"],
      "FOLDER/x.py: no such file; in FOLDER there are recipe.py."),
-    (["--config=FOLDER/y/x.py"], "FOLDER/y/x.py: no such file; in FOLDER/y there is no config file."),
+    (["--config=FOLDER/recipe.py", "--config=FOLDER/y/x.py"],
+     "FOLDER/y/x.py: no such file; in FOLDER/y there is no config file."),
 ])
 def test_a_config_file_that_is_not_there_is_told_with_those_that_are(given, said, file):
   given = [word.replace("FOLDER", str(file.parent)) for word in given]
+  file.with_name("_parts.py").write_text("")  # which is no config
   with pytest.raises(SystemExit) as ended:
     config_typed.parse_flags(["x", *given])
   assert str(ended.value) == "ConfigError: --config=" + said.replace("FOLDER", str(file.parent))
+
+
+def test_a_key_of_a_few_other_sections_is_told_with_them_and_one_of_many_is_not():
+  assert config_typed.did_you_mean("hidden_size", ["other"], "optimizer.") == (
+      "; did you mean config.model.hidden_size or config.model.vision.hidden_size?")
+  assert config_typed.did_you_mean("name", ["names", "other"], "x.") == "; did you mean config.x.names?"  # 4 have it
+  assert config_typed.did_you_mean("zzz", ["b", "a"], "x.") == "; known keys of config.x: a, b"
+  assert config_typed.did_you_mean("zzz", ["b", "a"]) == "; known keys: a, b"
 
 
 def test_a_file_without_a_config_is_told(file):

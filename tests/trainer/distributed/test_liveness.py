@@ -401,7 +401,7 @@ def test_what_training_says_reaches_the_watch_of_its_run(monkeypatch):
       made.append(self)
 
     def __getattr__(self, name):
-      return lambda *given: self.said.append((name, *given))
+      return lambda *given: self.said.append((name, *given)) or f"{name} of the watch"
 
   monkeypatch.setattr(liveness, "Watch", Recorder)
   monkeypatch.setattr(liveness, "_watch", None)
@@ -411,13 +411,16 @@ def test_what_training_says_reaches_the_watch_of_its_run(monkeypatch):
     liveness.moved(3)
     liveness.waited(0.5)
     liveness.enter("eval")
+    phase = liveness.phase("checkpoint")
+    assert phase == ("phase of the watch" if made else phase)
     liveness.failed(KeyError)
     if not made:
       liveness.start("store", 1, 2, LIMITS, "lost")
   at_exit[0]()
   assert made[0].given == ("store", 1, 2, LIMITS, "lost", "weft/1")
   assert made[0].said == [
-      ("start",), ("moved", 3), ("waited", 0.5), ("enter", "eval"), ("failed", KeyError), ("leave",)]
+      ("start",), ("moved", 3), ("waited", 0.5), ("enter", "eval"), ("phase", "checkpoint"),
+      ("failed", KeyError), ("leave",)]
   liveness.start("store", 1, 2, LIMITS, "lost")
   at_exit[0]()
   assert made[1].given[-1] == "weft/2" and made[1].said[-1] == ("leave",) and len(at_exit) == 1

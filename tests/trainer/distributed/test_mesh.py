@@ -44,8 +44,10 @@ def test_parameters_and_moments_are_really_split():
 def test_the_mesh_must_fit_the_devices():
   with pytest.raises(ConfigError, match=r"there are 8 .*try --config.mesh.data=-1"):
     mesh_lib.make_mesh(dict(data=3, fsdp=1, tensor=1))
-  with pytest.raises(ConfigError, match="there are 8"):
+  with pytest.raises(ConfigError, match="data=-1, fsdp=3, which makes 3 devices or a multiple, but there are 8 .cpu"):
     mesh_lib.make_mesh(dict(data=-1, fsdp=3, tensor=1))
+  with pytest.raises(ConfigError, match="mesh is 1 on every axis, which makes 1 devices, but there are 8 .*data=-1"):
+    mesh_lib.make_mesh({})
   with pytest.raises(ConfigError, match="at most one is -1"):
     mesh_lib.make_mesh(dict(data=-1, fsdp=-1, tensor=1))
   whole = mesh_lib.make_mesh(dict(data=-1, fsdp=2, tensor=2))

@@ -55,6 +55,7 @@ def test_given():
     (MPI, "does not say what JAX_COORDINATOR_ADDRESS would"),
     ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "does not say what JAX_COORDINATOR_ADDRESS would"),
     ({"JOB_COMPLETION_INDEX": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES would"),
+    ({"JOB_COMPLETION_INDEX": "2", "JOBSET_NAME": "weft"}, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES would"),
     ({k: v for k, v in JOB_SET.items() if k != "JAX_NUM_PROCESSES"}, "does not say what JAX_NUM_PROCESSES would"),
 ])
 def test_half_of_it_is_refused_with_what_to_set(env, missing):

@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.generate import command as generate
 from trainer.generate.completion import Completion
 from trainer.generate.sampler import Sampler
+from trainer.generate.stop_strings import StopStrings
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,45 @@ def test_characters_are_printed_once_they_are_whole():
   a, b = "ä".encode()
   parts = [part([104, a]), part([b, 105]), part([a]), part([106, 257], "stop")]
   assert list(generate.printed(BytesTokenizer(), iter(parts))) == ["h", "äi", "", "\ufffdj"]
+
+
+@pytest.mark.parametrize("keep, shown", [(False, "y"), (True, "yes")])
+def test_a_string_that_ends_a_completion_is_asked_for_and_cut(capsys, keep, shown):
+  """Of one that is shown as it comes, of several, and in a conversation, in which it is not said again."""
+  asked, tokenizer = [], BytesTokenizer()
+  says = [Completion(prompt, sample, np.frombuffer(b"yes", np.uint8).astype(np.int32), np.full(3, -0.5, np.float32),
+                     np.zeros(3), "stop", "es") for prompt in (0, 1) for sample in (0, 1)]
+
+  class Sampler:
+    def stream(self, params, prompts, request):
+      asked.append((params, prompts, request.stop, request.num_samples, request.seed, request.images))
+      yield says[0]
+
+    def generate(self, params, prompts, *, stop, num_samples, seed, images=None):
+      asked.append((params, prompts, stop, num_samples, seed, images))
+      return says
+
+  prompter = SimpleNamespace(messages=lambda said: SimpleNamespace(ids=[m["content"] for m in said], images=()))
+  loaded = SimpleNamespace(tokenizer=tokenizer, params="parameters", prompter=prompter)
+  stop = StopStrings(tokenizer, ("es",), keep, "--stop")
+  of = [SimpleNamespace(ids=name, images=()) for name in "ab"]
+  how = dict(max_new_tokens=4, num_samples=1, seed=9)
+  generate.complete(loaded, Sampler(), of[:1], how, stop)
+  assert capsys.readouterr().out == f"{shown}\n"
+  generate.complete(loaded, Sampler(), [of[0], SimpleNamespace(ids="b", images=("picture",))],
+                    dict(num_samples=2, seed=8), stop)
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[1::2] == [shown] * 4 and [line.split(":")[0] for line in lines[::2]] == [
+      f"--- prompt {n}, sample {sample}" for n in (0, 1) for sample in (0, 1)]
+  assert all("3 tokens, " in line and "'es'" in line and "log-prob -1.500" in line for line in lines[::2])
+  typed = iter(["one", "two"])
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(StopIteration):
+    patch.setattr("builtins.input", lambda prompt: next(typed))
+    generate.converse(loaded, Sampler(), how, None, (), stop)
+  assert {params for params, *_ in asked} == {"parameters"}
+  assert [rest for _, *rest in asked] == [
+      [["a"], stop, 1, 9, None], [["a", "b"], stop, 2, 8, [[], ["picture"]]], [[["one"]], stop, 1, 9, None],
+      [[["one", shown, "two"]], stop, 1, 9, None]]
 
 
 @pytest.mark.host_patches

@@ -61,7 +61,8 @@ def test_a_prompt_is_about_all_images_and_ends_as_in_training(loaded, files, cap
 
 @pytest.mark.host_patches
 def test_a_conversation_shows_each_image_with_what_is_said_next(loaded, files, capsys, monkeypatch):
-  lines = iter(["first", f"/image {files[1]}", "second", "/image nowhere.png", "third", "fourth", "/new", "fifth"])
+  lines = iter(["first", f"/image {files[1]}", "second", "/image nowhere.png", "third", "fourth", "/new", "fifth",
+                "/image"])
 
   def typed(prompt):
     try:
@@ -73,7 +74,8 @@ def test_a_conversation_shows_each_image_with_what_is_said_next(loaded, files, c
   sampler = Silent()
   generate.converse(loaded, sampler, dict(max_new_tokens=3), None, files[:1])
   one, two = (digits.picture(n).tolist() for n in range(2))
-  assert [images for _, images in sampler.asked] == [[one], [one, two], [one, two], []]
+  assert [images for _, images in sampler.asked] == [[one], [one, two], [one, two], [], []]
+  assert "/image" in loaded.tokenizer.decode(sampler.asked[4][0])  # without a file it is something that is said
   text = loaded.tokenizer.decode(sampler.asked[2][0])
   assert [word in text for word in ("first", "second", "third", "fourth")] == [True, True, False, True]
   ids = sampler.asked[1][0].tolist()

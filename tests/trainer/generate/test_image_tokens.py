@@ -1,5 +1,7 @@
 """Images among tokens: each placeholder has its own feature, blocks are what the model's attention says."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -65,3 +67,28 @@ def test_without_prefixes_all_of_a_prompt_is_its_beginning():
   """So that its placeholders are those of images, and not tokens that the model has written."""
   whole, = image_tokens.shown(LAYOUT, [IDS], [[image(1), image(2)]])
   assert whole.image_index.tolist() == [0, 1, 2, 0, 3, 4, 0]
+
+
+@pytest.mark.parametrize("layout", [None, LAYOUT, LAYOUT._replace(tiles=True)])
+def test_texts_without_images_have_none_whatever_the_model_takes(layout):
+  """Several, side by side in a batch that has no arrays for any."""
+  texts = [np.array([1, 2, 3]), np.array([4, 5])]
+  parts = image_tokens.shown(layout, texts, None)
+  assert [(part.images, part.frames, part.causal) for part in parts] == [((), 1, True)] * 2
+  batch = image_tokens.batch_of_texts(layout, 3, 4, 7, texts, parts)
+  assert batch["tokens"].tolist() == [[1, 2, 3, 7], [4, 5, 7, 7], [7] * 4]
+  assert batch["positions"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 0], [0] * 4]
+  assert batch["segment_ids"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
+  assert not {"images", "image_grid", "image_index"} & batch.keys()
+
+
+def test_a_layout_is_what_the_models_tower_takes():
+  """Frames are of videos, which not every tower takes."""
+  vision = SimpleNamespace(image_token=7, tokens_per_image=5, image_size=28, attention="prefix", native=True,
+                           video=None, frames=3)
+  assert image_tokens.layout_of(SimpleNamespace(vision=vision)) == Layout(7, 5, 28, "prefix", True, None, 1)
+  vision.video = SimpleNamespace(token=9)
+  found = image_tokens.layout_of(SimpleNamespace(vision=vision))
+  assert found == Layout(7, 5, 28, "prefix", True, 9, 3) and found.held == [7, 9]
+  for model in (SimpleNamespace(vision=None), SimpleNamespace()):
+    assert image_tokens.layout_of(model) is None

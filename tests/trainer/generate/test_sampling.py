@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trainer.errors import ConfigError
 from trainer.generate.sampling import BLOCK, Options, draw
 
 LOGITS = np.array([0.0, 1.0, -1.0, 0.5, 2.0, -0.5, 0.2, -np.inf], np.float32)
@@ -77,3 +78,14 @@ def test_temperature_zero_is_greedy_with_plain_logprobs():
   assert (tokens == 4).all()
   np.testing.assert_allclose(kept, np.log(expected()[0][4]), atol=1e-6)
   np.testing.assert_array_equal(kept, full)
+
+
+@pytest.mark.parametrize("key, fit, not_fit", [
+    ("temperature", (0.0, 3.0), (-0.1,)), ("top_k", (0, 1), (-1,)), ("top_p", (0.01, 1.0), (0.0, 1.01)),
+    ("min_p", (0.0, 1.0), (-0.01, 1.01))])
+def test_options_out_of_range_are_refused_by_their_name(key, fit, not_fit):
+  for value in fit:
+    Options(**{key: value}).check("rollout.")
+  for value in not_fit:
+    with pytest.raises(ConfigError, match=f"^rollout.{key}: found {value}, allowed: "):
+      Options(**{key: value}).check("rollout.")

@@ -178,6 +178,39 @@ def test_moments_are_rounded_anew_at_each_step(form):
     assert np.mean(np.asarray(third[path]) != np.asarray(fourth[path])) > 0.2, path
 
 
+def test_bits_are_of_the_runs_seed_the_step_the_array_and_its_layer(monkeypatch):
+  asked = set()
+
+  def bits(seed, step, path, shape, layer=None):
+    asked.add((seed, int(step), path, shape, layer is not None))
+    return jnp.zeros(shape, jnp.uint32)
+
+  for module in (moments, optim):
+    monkeypatch.setattr(module, "rounding_bits", bits)
+  monkeypatch.setattr(optim, "LARGE", 12)  # w goes layer by layer; u has no layers
+  params = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in (("u", (4, 4)), ("v", (2,)), ("w", (3, 2, 2)))}
+  config = defaults()
+  config.schedule.update(name="constant", warmup_percent=-1.0)
+
+  def made(**precision):
+    config.precision.update(precision)
+    return optim.make_optimizer(config.optimizer, config.schedule, params, total_steps=20, seed=5,
+                                to_steps=lambda *_, **__: 0, precision=config.precision)
+
+  assert not any("moments" in note for note in made().notes) and not made().stochastic_rounding
+  optimizer = made(moments="bfloat16", second_moments="int8", stochastic_rounding=True)
+  assert optimizer.notes[-1] == "moments: first in bfloat16, second in int8"
+  state = jax.eval_shape(optimizer.init, params)
+  assert asked == {(5, 0, name, p.shape, False) for name, p in params.items()}
+  asked.clear()
+  jax.eval_shape(lambda grads, state, params: optimizer.advance(grads, state, params, 7), params, state, params)
+  assert asked == {(5, 7, f"{of}{name}", shape, name == "w") for of in ("", "params/")
+                   for name, shape in (("u", (4, 4)), ("v", (2,)), ("w", (1, 2, 2)))}
+  for first, second in (("float32", "int8"), ("bfloat16", "float32")):
+    other = made(moments=first, second_moments=second)
+    assert other.moments.reduced and other.notes[-1] == f"moments: first in {first}, second in {second}"
+
+
 def test_first_and_second_moments_are_rounded_by_bits_of_their_own():
   """Of the same numbers: where one goes up the other does as often as chance has it, f² + (1 - f)², 2/3 on average."""
   values = {"p": jnp.asarray(1.0 + np.random.default_rng(0).random((64, 64)), jnp.float32)}

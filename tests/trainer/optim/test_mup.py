@@ -102,6 +102,7 @@ def test_a_resolved_config_stays_as_it_is():
   c = config(128, 32)
   assert mup.fill_in(c) and c.model.logit_scale == 0.25
   assert "0.25 of the rate" in mup.fill_in(c)[0] and c.model.logit_scale == 0.25
+  assert "0.5 of the rate" in mup.fill_in(config(128, 32, name="muon"))[0]
 
 
 @pytest.mark.parametrize("changed, says", [

@@ -100,7 +100,8 @@ def test_lion_updates_are_signs_of_the_interpolated_momentum():
 
 
 def test_adafactor_equals_optax_matrix_by_matrix():
-  shapes = {"blocks/q/kernel": (3, 6, 4), "blocks/q/bias": (3, 5), "embed/embedding": (9, 5), "s/scale": (7,)}
+  shapes = {"blocks/q/kernel": (3, 6, 4), "blocks/q/bias": (3, 5), "embed/embedding": (9, 5), "s/scale": (7,),
+            "thin/kernel": (3, 6)}  # with one side below 4
   direction = transforms.adafactor(0.8, 4)
   params = tree(0, shapes=shapes)
   state = direction.init(params)
@@ -119,7 +120,32 @@ def test_adafactor_equals_optax_matrix_by_matrix():
   kept = {path: leaf.shape for path, leaf in tree_lib.flatten(state).items()}
   assert kept == {
       "count": (), "v_row/blocks/q/kernel": (3, 6), "v_col/blocks/q/kernel": (3, 4),
-      "v_row/embed/embedding": (9,), "v_col/embed/embedding": (5,), "v/blocks/q/bias": (3, 5), "v/s/scale": (7,)}
+      "v_row/embed/embedding": (9,), "v_col/embed/embedding": (5,), "v/blocks/q/bias": (3, 5), "v/s/scale": (7,),
+      "v/thin/kernel": (3, 6)}
+
+
+@pytest.mark.parametrize("name, options, directions", [
+    ("adafactor", dict(decay_exponent=0.6, min_dim_size_to_factor=3), dict(adafactor=transforms.adafactor(0.6, 3))),
+    ("muon", dict(momentum=0.7, nesterov=False, muon_steps=2, b1=0.6, b2=0.8, eps=0.01),
+     dict(muon=transforms.muon(0.7, False, 2), adam=transforms.adam(0.6, 0.8, 0.01))),
+])
+def test_the_options_of_the_config_are_those_of_the_direction(name, options, directions):
+  optimizer, params = make(name=name, learning_rate=0.5, weight_decay=0.0, **options), tree(0)
+  assert optimizer.parts.keys() == directions.keys()
+  of_part = {part: {path: x for path, x in tree_lib.flatten(params).items() if path in optimizer.parts[part][0]}
+             for part in directions}
+  states = {part: directions[part].init(tree_lib.unflatten(of_part[part])) for part in directions}
+  state = optimizer.init(params)
+  for step in range(2):
+    grads = tree(step + 1)
+    updates, state = jax.jit(optimizer.update)(grads, state, params, step)
+    found = tree_lib.flatten(updates)
+    for part, direction in directions.items():
+      some = tree_lib.unflatten({path: tree_lib.flatten(grads)[path] for path in of_part[part]})
+      directed, states[part] = jax.jit(direction.update)(some, states[part])
+      for path, wanted in tree_lib.flatten(directed).items():
+        np.testing.assert_allclose(found.pop(path), -0.5 * wanted, rtol=1e-5, atol=1e-7, err_msg=path)
+    assert not found
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (3, 24, 40)])

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from tests.tiny import ROOT
 from tests.trainer.rollouts.test_environment import TINY, Sampler, marked, rendered, setup
 from trainer.errors import ConfigError
+from trainer.rollouts import agents as agents_lib
+from trainer.rollouts.episode import Conversation, Turn
 
 HERE = "tests.trainer.rollouts.test_agents"
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
@@ -300,3 +303,121 @@ def test_the_page_does_what_it_says(tmp_path, monkeypatch):
 def test_a_function_is_told_when_a_text_is_full(tmp_path, env, told):
   _, episodes = setup(tmp_path, [{"q": [{"role": "user", "content": "a"}], "number": 1}], env=env)
   assert episodes._truncates == told
+
+
+# ---------------------------------------------------------------------------------------------- without an endpoint
+
+
+def talk_of():
+  """(the requests of an episode, what their endpoint is told)."""
+  told = []
+  agents = SimpleNamespace(resolve=lambda reply, value: told.append((reply, value)),
+                           find_calls=lambda schema: told.append(schema) or (lambda text: []))
+  return agents_lib._Talk(agents, agents_lib.Endpoint("url", "episode-0")), told
+
+
+def test_a_request_adds_what_follows_the_last_answer():
+  """The answer itself may come back in other words, which are not those that are trained; results of tools have the
+  names of their calls."""
+  talk, told = talk_of()
+  asks, back = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "in other words"}
+  assert talk.new(Conversation([asks], [TOOL])) == [asks] and told == [TOOL]
+  talk._pending, talk._names = "the first request", {"7": "add"}
+  talk.reply("sampled", False)
+  assert told.pop() == ("the first request", agents_lib._Reply("sampled", False))
+  result = {"role": "tool", "tool_call_id": "7", "content": "5"}
+  other = {"role": "tool", "tool_call_id": "8", "content": "6"}
+  for messages, tools, message in (
+      ([asks], [TOOL], "message 1 was assistant: 'sampled', and is missing"),
+      ([asks, asks], [TOOL], "message 1 was assistant: 'sampled', and is user: '2+3?'"),
+      ([back, back], [TOOL], "message 0 was user: '2+3?', and is assistant: 'in other words'"),
+      ([asks | {"content": "3+3?"}, back], [TOOL], "message 0 was user: '2+3?', and is user: '3+3?'"),
+      ([asks, back], [TOOL], "adds no message"), ([asks, back, result], None, "has other tools")):
+    with pytest.raises(ValueError, match=re.escape(message)):
+      talk.new(Conversation(messages, tools))
+  assert talk.new(Conversation([asks, back, result, other], [TOOL])) == [result | {"name": "add"}, other]
+  assert told == [TOOL]  # whose format is found once
+  talk.reply("more", True)
+  assert told.pop() == ("the first request", agents_lib._Reply("more", True))
+  with pytest.raises(ValueError, match="message 4 was assistant: 'more', and is missing"):
+    talk.new(Conversation([asks, back, result, other], [TOOL]))
+
+
+@pytest.mark.parametrize("ends", ["close", "refuse", "cancel"])
+def test_an_episode_that_is_full_or_over_answers_no_request(ends):
+  talk, told = talk_of()
+  cancelled, talk._pending = [], "a request"
+  talk.task = SimpleNamespace(cancel=lambda: cancelled.append(True))
+  getattr(talk, ends)()
+  assert bool(cancelled) == (ends == "cancel")
+  refusals = [reply.error for _, reply in told] + [asyncio.run(talk.ask(Conversation([], None))).error]
+  assert len(refusals) == 1 + (ends != "close") and {reply for reply, _ in told} <= {"a request"}
+  assert {(error.code, error.status) for error in refusals} == {("context_length_exceeded", 400)}
+  assert talk.events.empty()
+
+
+class Talked:
+  """An episode whose requests are given; notes what is said to it."""
+
+  def __init__(self, *events):
+    self.events, self.noted = list(events), []
+
+  def next(self):
+    return self.events.pop(0)
+
+  def new(self, asked):
+    return ["new", asked]
+
+  def __getattr__(self, name):
+    return lambda *given, **more: self.noted.append((name, *given, *more.values()))
+
+
+def ended(*given, **more):
+  return agents_lib._Ended(*given, **more)
+
+
+def test_what_an_agent_returns_is_the_reward_of_its_last_turn():
+  environment = agents_lib.AgentEnvironment(None)
+  environment._talk = talk = Talked("a request", ended(0.75))
+  assert environment.step("one") == Turn(["new", "a request"])
+  assert environment.step("two") == Turn(reward=0.75, done=True)
+  assert talk.noted == [("reply", "one", False), ("reply", "two", False)]
+  environment._talk = talk = Talked(ended(error=KeyError("x")))
+  with pytest.raises(KeyError):
+    environment.step("one")
+  assert talk.noted == [("reply", "one", False), ("cancel",)]
+  environment._talk = Talked(ended(error=asyncio.CancelledError()))
+  with pytest.raises(RuntimeError, match="the agent was cancelled"):
+    environment.step("one")
+
+
+@pytest.mark.parametrize("completion, finish, noted", [
+    ("one", "length", [("close",), ("reply", "one", True)]), ("one", "stop", [("close",), ("reply", "one", False)]),
+    (None, "stop", [("refuse",)])])
+def test_where_there_is_no_room_the_agent_hears_so_and_has_its_reward(completion, finish, noted):
+  """Whatever it still asks, having been refused."""
+  environment = agents_lib.AgentEnvironment(None)
+  environment._talk = talk = Talked("a request", "another", ended(0.5))
+  assert environment.truncate(completion, finish) == 0.5 and talk.noted == noted and not talk.events
+
+
+def test_an_agent_begins_with_what_it_asks_first():
+  environment = agents_lib.AgentEnvironment(SimpleNamespace(begin=lambda *given: begun.append(given) or talk))
+  begun, first = [], Conversation(["m"], ["tools"])
+  talk = Talked(first)
+  assert environment.reset(["a"], number=3) == Conversation(["new", first], ["tools"])
+  assert begun == [(["a"], {"number": 3})] and not talk.noted
+  talk = Talked(ended(1.0))
+  with pytest.raises(ValueError, match="returned before it asked anything"):
+    environment.reset(["a"])
+  assert talk.noted == [("cancel",)]
+  with pytest.raises(ValueError, match="the prompt is a text to be continued"):
+    environment.reset("a")
+  assert len(begun) == 2
+
+
+def test_all_that_still_runs_is_cancelled_when_episodes_end():
+  made = agents_lib.Agents(lambda prompt, endpoint, /: None, None)
+  made._episodes = {name: Talked() for name in "ab"}
+  made.end()
+  assert [talk.noted for talk in made._episodes.values()] == [[("cancel",)]] * 2

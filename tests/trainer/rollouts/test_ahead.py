@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -228,6 +229,55 @@ def test_after_a_restart_what_waits_is_as_old_as_its_oldest_tokens():
 
   ahead.restore(5, None, [waiting(5, 3), waiting(6, 4, oldest=3), waiting(7, 6)])
   assert [rollout.number for rollout in ahead.ready] == [5] and ahead.made.number == 5
+
+
+@pytest.mark.parametrize("step, number", [(0, 0), (5, 1)])
+def test_the_first_rollout_of_a_run_that_goes_on_without_one_is_another_than_a_run_begins_with(step, number):
+  """A run that had none, having trained on something else; its draws are none that a run begins with."""
+  ahead, run = Ahead(fake := Fake(), steps_of_rollouts(4, 1, 1), None, 0), run_of(20)
+  ahead.restore(step, None, [])
+  run.step, run.state["params"] = step, {"w": jnp.asarray(step)}
+  assert ahead.fill(run, True) and fake.asked == [(number, step, step, 0, step)]
+
+
+def test_a_rollout_is_told_of_stops_and_of_the_rows_that_its_schedule_holds(monkeypatch):
+  """Of several processes none leaves off by itself."""
+  asked, lines = [], {0: Sampled(0, kept=7)}
+  producer = SimpleNamespace(roll=lambda policies, *rest: asked.append((policies.kept, rest[-1])))
+  run = run_of(20)
+  run.state["params"] = {"w": jnp.asarray(0)}
+  for versions, kept in ((None, None), (lines, 7)):
+    assert not Ahead(producer, steps_of_rollouts(4, 1, 1), None, 0, versions).fill(run, True)  # it was left off
+    found, stopped = asked.pop()
+    assert found == kept and not stopped()
+    run.stop_requested = "a signal"
+    assert stopped()
+    monkeypatch.setattr(ahead_lib.jax, "process_count", lambda: 2)
+    assert not stopped()
+    monkeypatch.undo()
+    run.stop_requested = ""
+
+
+def test_where_prompts_end_what_has_begun_is_still_made():
+  """Eight prompts, four a rollout; of the second rollout one group goes on."""
+  for carried, numbers in (((), [0, 1]), (("a group",), [0, 1, 2])):
+    fake, run = Fake(), run_of(100)
+    roll = fake.roll
+    fake.roll = lambda policies, number, *rest, roll=roll, carried=carried: roll(policies, number, *rest)._replace(
+        carried=carried if number == 1 else (), drawn=min(4 * number + 4, 8))
+    ahead = Ahead(fake, steps_of_rollouts(4, 1, 1), 8, 3)
+    played(ahead, run, len(numbers))
+    assert [number for number, *_ in fake.asked] == numbers
+
+
+def test_rollouts_are_made_on_the_devices_that_sample():
+  """Also what is in no place of its own."""
+  where, device = [], jax.devices("cpu")[0]
+  handover = SimpleNamespace(device=device)
+  for of, expected in ((None, None), (handover, device)):
+    ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2, handover=of)
+    ahead._timed(lambda: where.append(jax.config.jax_default_device))
+    assert where.pop() == expected
 
 
 def test_a_rollout_is_of_the_size_of_the_steps_that_it_is_trained_in():

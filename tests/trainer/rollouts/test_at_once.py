@@ -17,8 +17,9 @@ from tests.trainer.rollouts.test_ahead import Fake, played, run_of
 from trainer.config import defaults, reward
 from trainer.distributed import processes
 from trainer.errors import ConfigError
-from trainer.rollouts import experience, options
-from trainer.rollouts.at_once import Agreed, Concurrent
+from trainer.rollouts import at_once, experience, options, schedule
+from trainer.rollouts.ahead import Ahead
+from trainer.rollouts.at_once import Agreed, Concurrent, Followed
 from trainer.rollouts.experience import Trajectory
 from trainer.rollouts.groups import NoSignal
 from trainer.rollouts.producer import Rollout
@@ -149,6 +150,34 @@ def test_what_several_processes_cannot_do_at_once_is_refused(rollout, said, monk
     return
   with pytest.raises(ConfigError, match=re.escape(said)):
     options.check_devices(config)
+
+
+@pytest.mark.parametrize("rollout, num_processes, kind, lead", [
+    ({}, 1, Ahead, 6), (dict(follows=True), 1, Ahead, 6), (dict(follows=True, in_flight=True), 1, Followed, 6),
+    (dict(concurrent=True), 1, Concurrent, 6), (dict(concurrent=True, in_flight=True), 1, Concurrent, 6),
+    (dict(concurrent=True), 2, Agreed, 6), (dict(carry_over=True), 1, Ahead, 0),
+    (dict(carry_over=True, concurrent=True), 1, Concurrent, 2),
+    (dict(carry_over=True, concurrent=True, epochs=5), 1, Concurrent, 0)], ids=str)
+def test_how_rollouts_are_made_is_as_the_config_says(rollout, num_processes, kind, lead, monkeypatch, tmp_path):
+  """Rollouts of two updates a pass and two passes, six updates ahead at most; what goes on takes a rollout's updates
+  more."""
+  monkeypatch.setattr(jax, "process_count", lambda: num_processes)
+  config, follows = defaults(), rollout.get("follows", False)
+  config.rollout.update(dict(max_staleness=6, updates=2, epochs=2) | {
+      key: value for key, value in rollout.items() if key != "follows"})
+  line = schedule.Sampled(1, [], 7 * rollout.get("in_flight", False))
+  schedule.write(tmp_path, 0, line, 4)
+  config.rollout.schedule = str(tmp_path / schedule.NAME) if follows else None
+  fake, taken = Fake(), steps_of_rollouts(4, 2, 2)
+  fake.sampler = SimpleNamespace(mesh="the sampler's mesh")
+  for sampling, handover in ((0, None), (3, ("the sampler's mesh", config.sharding_rules))):
+    monkeypatch.setattr(at_once.mesh_lib, "num_sampling", lambda config, sampling=sampling: sampling)
+    monkeypatch.setattr(at_once, "Handover", lambda *of: of)
+    ahead = at_once.make_ahead(config, fake, taken, 30)
+    assert type(ahead) is kind and (ahead._lead, ahead._max_staleness, ahead._handover) == (lead, 6, handover)
+    assert (ahead._producer, ahead._taken, ahead._num_items) == (fake, taken, 30)
+    assert ahead._versions == ({0: line} if follows else None)
+    assert bool(ahead._newer) == rollout.get("in_flight", False)
 
 
 def test_an_update_that_has_a_rollout_does_not_wait_for_the_next(monkeypatch):

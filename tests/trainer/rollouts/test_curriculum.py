@@ -51,13 +51,16 @@ def test_how_often_a_prompt_is_taken():
 
 
 def test_pass_rates_are_shares_of_rewarded_completions():
+  """Of a prompt without any what is known stays known."""
   curriculum = stream_of([0, 0, 0, 0], curriculum_passing=0.9)
   groups = [SimpleNamespace(item=SimpleNamespace(number=number), rewards=np.array(rewards)) for number, rewards in (
       (5, [0.9, 0.3 * 3, 0.8, np.nan, 2.0]), (2, [np.nan] * 5), (0, [0.0] * 5), (4, [1.0, 0, 0, 0, 0]))]
-  rates_N, metrics = curriculum.after(curriculum.unmeasured(), groups, 3)
-  np.testing.assert_array_equal(rates_N, np.array([0.2, 0.75, np.nan, np.nan], np.float32))
-  assert metrics == {"curriculum/passed_over": 3, "curriculum/measured": 0.5,
-                     "curriculum/pass_rate": pytest.approx(0.475, abs=1e-7)}
+  before_N = np.array([0.5, np.nan, 0.625, np.nan], np.float32)
+  rates_N, metrics = curriculum.after(before_N, groups, 3)
+  np.testing.assert_array_equal(rates_N, np.array([0.2, 0.75, 0.625, np.nan], np.float32))
+  assert metrics == {"curriculum/passed_over": 3, "curriculum/measured": 0.75,
+                     "curriculum/pass_rate": pytest.approx(0.525, abs=1e-7)}
+  assert before_N[0] == 0.5 and np.isnan(curriculum.unmeasured()).all()
 
 
 @pytest.fixture(scope="module")

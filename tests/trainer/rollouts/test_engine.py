@@ -13,8 +13,9 @@ from tests.trainer.serve import servers
 from trainer import train, tree
 from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
-from trainer.generate.completion import Request
+from trainer.generate.completion import More, Request
 from trainer.generate.stop_strings import StopStrings
+from trainer.rollouts import engine as engine_lib
 from trainer.rollouts import schedule
 from trainer.rollouts.engine import Engine, check
 
@@ -101,6 +102,18 @@ def engine(policy, url, tmp_path, seconds=20.0):
   return Engine(c, policy[0], None, tmp_path / "engine")
 
 
+def test_without_an_engine_the_program_samples_as_the_config_says(monkeypatch, tmp_path):
+  made, c = [], defaults()
+  for name in ("Sampler", "Engine"):
+    monkeypatch.setattr(engine_lib, name, lambda *given, name=name, **more: made.append((name, given, more)))
+  c.rollout.update(batch_size=12, prefill_chunk=34)
+  engine_lib.make_sampler(c, "model", "mesh", tmp_path)
+  c.rollout.engine = "http://a"
+  engine_lib.make_sampler(c, "model", "mesh", tmp_path)
+  assert made == [("Sampler", ("model", "mesh"), dict(rows=12, prefill_chunk=34, record=True)),
+                  ("Engine", (c, "model", "mesh", tmp_path / "engine"), {})]
+
+
 def choice(**changed):
   return dict(index=0, token_ids=[5, 6, 7], logprobs=dict(token_logprobs=[-1.0, -2.0, -3.0]), finish_reason="stop",
               stop_reason=None) | changed
@@ -135,6 +148,49 @@ def test_what_is_asked_and_what_is_read(policy, tmp_path):
   assert (found.finish_reason, found.stop_reason) == ("stop", "b")
 
 
+def test_what_a_request_says_of_sampling_is_asked_for(policy, tmp_path):
+  bodies = []
+
+  def answer(route, body):
+    bodies.append(body)
+    return 200, dict(choices=[choice()])
+
+  how = dict(temperature=0.25, top_k=3, top_p=0.75, min_p=0.125)
+  with servers.answering(answer) as url:
+    engine(policy, url, tmp_path).generate(policy[1], [[1, 2]], max_new_tokens=4, stop_ids=(7, 5, 7), **how)
+  assert {key: bodies[-1][key] for key in how} == how and bodies[-1]["stop_token_ids"] == [5, 7]
+  assert "stop" not in bodies[-1] and "include_stop_str_in_output" not in bodies[-1]
+
+
+def test_prompts_that_come_later_are_asked_for_with_options_of_their_own(policy, tmp_path):
+  """One while the first two are completed, another when nothing is left."""
+  asked, idle = {}, []
+
+  def answer(route, body):
+    if "prompt" in body:
+      asked[body["prompt"][0]] = (body["max_tokens"], body["n"], body["temperature"], body["stop_token_ids"])
+    return 200, dict(choices=[choice(index=n, token_ids=[10 * body["prompt"][0] + n, 20, 7]) for n in range(body["n"])]
+                     if "prompt" in body else [])
+
+  def more(none_left):
+    idle.append(none_left)
+    assert len(idle) < 1000  # it is asked as often as something ends
+    if len(idle) == 1:
+      return More([[2, 2]], dict(max_new_tokens=[5], samples=[[3]]), coming=1)
+    if none_left and sum(idle) == 2:
+      return More([np.array([1, 9])], dict(max_new_tokens=[6], samples=[[1, 0]]))
+    return More(coming=1 if sum(idle) < 2 else 0)
+
+  with servers.answering(answer) as url:
+    found = list(engine(policy, url, tmp_path).stream(policy[1], [[0, 4], [3, 3, 3]], Request(
+        max_new_tokens=[4, 8], stop_ids=(7,), temperature=0.5, samples=[[2], [5]], more=more)))
+  # Numbers of prompts go on behind those that came before.
+  assert sorted((c.prompt, c.sample, c.ids[0]) for c in found) == [
+      (0, 2, 0), (1, 5, 30), (2, 3, 20), (3, 0, 11), (3, 1, 10)]
+  assert asked == {0: (4, 1, 0.5, [7]), 3: (8, 1, 0.5, [7]), 2: (5, 1, 0.5, [7]), 1: (6, 2, 0.5, [7])}
+  assert not idle[0] and idle[-1]
+
+
 def test_samples_are_in_their_order_and_others_have_another_seed(policy, tmp_path):
   asked = []
 
@@ -167,16 +223,18 @@ def test_answers_that_cannot_be_are_told(policy, tmp_path, choices, more, says):
     complete(policy, tmp_path, *choices, **more)
 
 
+@pytest.mark.timeout(60)
 def test_a_server_that_refuses_fails_or_is_not_there(policy, tmp_path):
   with pytest.raises(ConfigError, match="/v1/completions refuses with status 400"):
     complete(policy, tmp_path, status=400)
-  with pytest.raises(ConfigError, match="has not answered for 1 s .*status 503"):
-    complete(policy, tmp_path, status=503, seconds=1.0)
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{free.getsockname()[1]}"
   with pytest.raises(ConfigError, match="has not answered for 0.7 s .*refused.* Start it"):
     engine(policy, address, tmp_path, 0.7).generate(policy[1], [[1]], max_new_tokens=1)
+  # The last one, since it asks in a thread, which nothing ends but its answer.
+  with pytest.raises(ConfigError, match="has not answered for 1 s .*status 503"):
+    complete(policy, tmp_path, status=503, seconds=1.0)
 
 
 def test_one_that_fails_for_a_moment_is_asked_again(policy, tmp_path):

@@ -1,6 +1,8 @@
 """Episodes: whose each token is, what an environment adds, and where an episode ends."""
 
 import base64
+import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -24,6 +26,7 @@ from trainer.config import defaults, source, strategy
 from trainer.errors import ConfigError
 from trainer.generate import sampler as sampler_lib
 from trainer.generate.completion import Completion
+from trainer.rollouts.agents import Agents
 from trainer.rollouts.environment import Episodes, Turn
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
@@ -213,6 +216,34 @@ def test_a_text_is_continued(tmp_path):
   assert ended.trajectory.ids.tolist() == [256, *b"abcd", 257] and ended.trajectory.finish_reason == "stop"
   assert (cut.completion, ended.completion, ended.text) == ("cde", "cd", "cd")
   assert ended.trajectory.weights.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_completion_that_may_go_on_is_asked_for_and_read_as_one_that_does_not(tmp_path, sees):
+  """By `asked` and `alone`, of prompts of which the longer leaves room for five tokens."""
+  rows = [dict(q=text) | (dict(image=encoded(picture(n))) if sees else {}) for n, text in enumerate(("Hi", "Ho, ho"))]
+  items, episodes = setup(tmp_path, rows, vision=SEES if sees else None, stop=("zz",))
+  sizes = [len(item.prompt.ids) for item in items]
+  episodes._seq_len = sizes[1] + 5
+  limits, options = episodes.asked(items)
+  assert limits == [sizes[1] + 5 - sizes[0], 5] and sizes[0] < sizes[1]
+  episodes._seq_len = 128
+  assert episodes.asked(items)[0] == [32, 32]
+  assert options.keys() == {"stop_ids", "stop"} | ({"images", "prefixes"} if sees else set())
+  assert TINY.eos_id in options["stop_ids"] and options["stop"].strings == ("zz",)
+  if sees:
+    assert options["prefixes"] == sizes
+    for found, expected in zip(options["images"], (picture(0), picture(1)), strict=True):
+      np.testing.assert_array_equal(np.stack(found), expected[None])
+  ids = np.array([*TINY.encode_rendered("yes"), TINY.eos_id], np.int32)
+  made = Completion(0, 3, ids, np.zeros(len(ids), np.float32), np.float32(-1 - np.arange(len(ids))), "stop")
+  one = episodes.alone(items[1], made)
+  (other,), = episodes.run([items[1]], 1, lambda prompts, **_: [dataclasses.replace(made, sample=0)], 0)
+  for name in ("ids", "weights", "logprobs", "prompt_length", "finish_reason", "number", "stop_reason"):
+    np.testing.assert_array_equal(getattr(one.trajectory, name), getattr(other.trajectory, name), err_msg=name)
+  assert one.completion == other.completion == [{"role": "assistant", "content": "yes"}]
+  assert (one.text, one.reward, one.failed, one.turns) == ("yes", None, False, 1)
+  assert one.completion_ids.tolist() == ids.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- several turns
@@ -448,7 +479,9 @@ def test_the_room_of_a_row(tmp_path):
     (["turn", "x", math.inf], "the reward is inf; expected a finite number"),
 ])
 def test_an_environment_that_fails_costs_its_episode_alone(tmp_path, caplog, fails, message):
-  items, episodes = setup(tmp_path, [{"q": "Hi", "fails": fails}, {"q": "Hi", "says": "x"}], env="Opening", max_turns=2)
+  """Also where one that takes too long would have a reward: this one is not late."""
+  items, episodes = setup(tmp_path, [{"q": "Hi", "fails": fails}, {"q": "Hi", "says": "x"}], env="Opening", max_turns=2,
+                          environment_timeout_seconds=60.0, environment_timeout_reward=0.25)
   bad, good = episodes.run(items, 2, Sampler(TINY, lambda *_: "a"), 0)
   assert all(e.failed and math.isnan(e.reward) and e.turns == (fails != "reset") for e in bad)
   assert [(e.failed, e.reward, e.turns) for e in good] == [(False, 1.0, 2)] * 2
@@ -479,6 +512,34 @@ def test_an_opening_without_room(tmp_path, caplog):
   (e,), = episodes.run(items, 1, sampler, 0)
   assert e.failed and not sampler.asked
   assert "reset() made a prompt of 43 tokens, after which seq_len=40 has no room" in caplog.text
+
+
+def test_agents_and_calls_end_with_their_rollout_whatever_ends_it(tmp_path):
+  ended = []
+
+  class Ending(Agents):
+    def __init__(self):
+      pass
+
+    def end(self):
+      ended.append("agents")
+
+  items, episodes = setup(tmp_path, [{"q": "Hi"}])
+  for error in (None, KeyboardInterrupt):
+    episodes._make = Ending()
+
+    def play(everyone, generate, seed, error=error):
+      for episode in everyone:
+        episode.calls.close = lambda: ended.append("a call")
+      if error is not None:
+        raise error
+      return False
+
+    episodes._play = play
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+      assert episodes.run(items, 2, None, 0) is None
+    assert ended == ["a call", "a call", "agents"]
+    ended.clear()
 
 
 def test_what_the_sampler_raises_is_raised(tmp_path):

@@ -2,11 +2,13 @@
 sampler and rewards that are scripted."""
 
 import contextlib
+import dataclasses
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from input_pipeline.examples.prompts import Prompt
 from input_pipeline.prompt_data import PromptItem
@@ -14,6 +16,7 @@ from input_pipeline.steps import Piece
 from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.generate.completion import Completion
+from trainer.generate.kept import Held
 from trainer.rollouts import producer as producer_lib
 from trainer.rollouts.carried import Group, Text
 from trainer.rollouts.curriculum import Curriculum
@@ -30,10 +33,10 @@ class Episodes:
   """Each completion is two tokens, `100 n + sample` and 1, of prompt n; notes prompts and seeds."""
 
   def __init__(self, rewards=None):
-    self.asked, self._rewards = [], rewards or {}
+    self.noted, self._rewards = [], rewards or {}
 
   def run(self, items, group_size, generate, seed):
-    self.asked.append(([item.number for item in items], seed))
+    self.noted.append(([item.number for item in items], seed))
     completions = generate([item.prompt.ids for item in items], samples=[range(group_size)] * len(items), seed=seed,
                            max_new_tokens=2)
     if completions is None:
@@ -46,6 +49,17 @@ class Episodes:
                      np.array([0, *c.full_logprobs], np.float32), 1, c.finish_reason, item.number), f"{item.number}",
           f"{item.number}", *self._rewards.get((item.number, c.sample), (None, False)), 1) for c in of])
     return found
+
+  def asked(self, items):
+    """Of prompt n, which shows "image n", completions of 50 + n tokens."""
+    return [50 + item.number for item in items], dict(
+        stop_ids=(77,), images=[[f"image {item.number}"] for item in items], prefixes=[item.number for item in items])
+
+  def alone(self, item, completion):
+    return Episode(Trajectory(np.concatenate([item.prompt.ids, completion.ids]),
+                              np.array([0, *[1] * len(completion.ids)], np.float32),
+                              np.array([0, *completion.full_logprobs], np.float32), 1, completion.finish_reason,
+                              item.number), f"{item.number}", f"{item.number}", None, False, 1)
 
   def metrics(self, episodes):
     return {"episodes": float(len(episodes))}
@@ -69,12 +83,34 @@ class Sampler:
           yield Completion(place, sample, np.array(tokens, np.int32), -size, -2 * size, "stop" if column else "")
 
 
+class Goes:
+  """Gives to each request the chunks of the next script, parts `(number of the prompt, sample, ids, whether it ends)`,
+  until it is told that this is enough; notes prompts, requests and their parameters."""
+
+  rows = 3
+
+  def __init__(self, *scripts):
+    self.scripts, self.asked = [list(script) for script in scripts], []
+
+  def stream(self, params, prompts, request):
+    self.asked.append((params, [ids.tolist() for ids in prompts], request))
+    if request.beginnings is not None:
+      request.beginnings.saved += 4
+    places = {(int(ids[0]), sample): place for place, ids in enumerate(prompts) for sample in request.samples[place]}
+    script = self.scripts[len(self.asked) - 1]
+    while script and not request.until():
+      request.newer()
+      for number, sample, ids, ends in script.pop(0):
+        size = np.ones(len(ids), np.float32)
+        yield Completion(places[number, sample], sample, np.array(ids, np.int32), -size, -2 * size, "stop" * ends)
+
+
 def make(reward_of, resample=0, names=("good",), weights=(1.0,), rewards=None, **changed):
   """(producer, its sampler, its episodes) with groups of two; `reward_of(number, sample)`: NaN for none."""
   made = Producer.__new__(Producer)
   prompts = SimpleNamespace(num_items=None, num_prompts=100, item=lambda number: PromptItem(
-      Prompt(np.array([number], np.int32), f"prompt {number}", where=f"file:{number}"), "said", {}, source=number % 2,
-      number=number))
+      Prompt(np.array([number], np.int32), f"prompt {number}", where=f"file:{number}"), "said", {"n": number},
+      source=number % 2, number=number))
   made._seed, made._prompts, made._group_size, made._resample = 7, prompts, 2, resample
   made._carries, made._max_staleness, made._kept_texts, made._shares, made._held = False, 0, 0, False, None
   made._has_environment, made._compares_all, made._shows = rewards is not None, True, False
@@ -101,15 +137,28 @@ def make(reward_of, resample=0, names=("good",), weights=(1.0,), rewards=None, *
   return made
 
 
-def roll(made, number=0, last=None, first_step=0, stopped=lambda: False, policies=None):
-  return made.roll(policies or Policies("params", 4), number, last, first_step, SIZE, stopped)
+def roll(made, number=0, last=None, first_step=0, stopped=lambda: False, policies=None, size=SIZE):
+  return made.roll(policies or Policies("params", 4), number, last, first_step, size, stopped)
+
+
+class Chosen(Curriculum):
+  """Takes all prompts but those of some places, and notes the rates by which it does."""
+
+  def __init__(self, prompts, *without):
+    c = SimpleNamespace(curriculum_target=0.5, curriculum_floor=0.1, curriculum_passing=1.0)
+    super().__init__(SimpleNamespace(rollout=c, seed=7), prompts)
+    self.without, self.rates = without, []
+
+  def _takes(self, place, rates_N):
+    self.rates.append(rates_N.tolist())
+    return place not in self.without
 
 
 def test_a_rollout_takes_the_next_prompts_by_a_seed_of_its_number():
   made = make(lambda n, sample: float(sample))
   first = roll(made)
   second = roll(made, 1, first, 6)
-  assert made.episodes.asked == [([0, 1], "7/0/0"), ([2, 3], "7/1/0")]
+  assert made.episodes.noted == [([0, 1], "7/0/0"), ([2, 3], "7/1/0")]
   fields = ("number", "version", "first_step", "steps", "updates", "drawn", "groups", "end")
   assert [[getattr(made, name) for name in fields] for made in (first, second)] == [
       [0, 4, 0, 6, 3, 2, [0, 1], 6], [1, 4, 6, 6, 3, 4, [2, 3], 12]]
@@ -134,7 +183,7 @@ def test_a_rollout_takes_the_next_prompts_by_a_seed_of_its_number():
 def test_groups_without_a_lesson_are_replaced_by_the_next_prompts(resample, asked, groups, replaced):
   made = make(lambda n, sample: float(sample) * (n != 1), resample)
   found = roll(made, 3)
-  assert made.episodes.asked == asked and found.groups == groups
+  assert made.episodes.noted == asked and found.groups == groups
   assert found.metrics["rollout/groups_replaced"] == replaced and found.drawn == asked[-1][0][-1] + 1
   # Metrics are of all that was sampled.
   assert found.metrics["episodes"] == 2 * found.drawn
@@ -144,7 +193,7 @@ def test_where_the_last_attempt_leaves_too_few_those_without_a_lesson_fill_up():
   """Of 0, 1; 2, 3 and 4, 5 none teaches anything but 3; three attempts."""
   made = make(lambda n, sample: float(sample) if n == 3 else 1.0, 2)
   found = roll(made)
-  assert made.episodes.asked == [([0, 1], "7/0/0"), ([2, 3], "7/0/1"), ([4], "7/0/2")]
+  assert made.episodes.noted == [([0, 1], "7/0/0"), ([2, 3], "7/0/1"), ([4], "7/0/2")]
   assert found.groups == [3, 4] and found.drawn == 5 and found.metrics["rollout/groups_replaced"] == 3
   nothing = roll(make(lambda n, sample: 1.0, 1))
   assert nothing.groups == [2, 3] and nothing.no_signal.equal and nothing.experience.advantages.tolist() == [0.0] * 4
@@ -155,34 +204,90 @@ def test_prompts_that_end_fill_up_with_groups_that_taught_nothing():
   made = make(lambda n, sample: float(sample) if n == 2 else 1.0, 5)
   made._prompts.num_items = 3
   found = roll(made)
-  assert [numbers for numbers, _ in made.episodes.asked] == [[0, 1], [2]]
+  assert [numbers for numbers, _ in made.episodes.noted] == [[0, 1], [2]]
   assert found.groups == [2, 0] and found.drawn == 3
 
 
-def test_rewards_of_functions_and_of_an_environment_are_added_by_their_weights():
-  """2 · good + environment; a reward that is missing is left out, one that failed makes the whole missing."""
+def test_rewards_of_functions_of_models_and_of_an_environment_are_added_by_their_weights():
+  """2 · good + model / 2 + environment; a reward that is missing is left out, one that failed makes the whole
+  missing."""
   rewards = {(0, 0): (3.0, False), (0, 1): (None, False), (1, 0): (math.nan, True), (1, 1): (5.0, False)}
-  found = roll(make(lambda n, sample: 10.0 * n + sample, weights=(2.0,), rewards=rewards))
-  assert [line["reward"] for line in found.table] == [3.0, 2.0, None, 27.0]
+  asked = []
+
+  def score(groups):
+    asked.extend(groups)
+    values = np.array([[[100.0 * int(text) + 40 * sample] for sample, text in enumerate(group.completions)]
+                       for group in groups])
+    return values, np.zeros(values.shape, bool), np.zeros(values.shape, bool)
+
+  made = make(lambda n, sample: 10.0 * n + sample, weights=(2.0,), rewards=rewards, models=SimpleNamespace(score=score))
+  made.names, made._weights = ("good", "model", "environment"), np.array([2.0, 0.5, 1.0])
+  found = roll(made)
+  assert [line["reward"] for line in found.table] == [3.0, 22.0, None, 97.0]
   assert [line["rewards"] for line in found.table] == [
-      {"good": 0.0, "environment": 3.0}, {"good": 1.0, "environment": None}, {"good": 10.0, "environment": None},
-      {"good": 11.0, "environment": 5.0}]
-  assert found.metrics["rewards/environment/failed"] == 0.25 and found.metrics["rewards/environment/abstained"] == 0.25
+      {"good": 0.0, "model": 0.0, "environment": 3.0}, {"good": 1.0, "model": 40.0, "environment": None},
+      {"good": 10.0, "model": 100.0, "environment": None}, {"good": 11.0, "model": 140.0, "environment": 5.0}]
+  for name, failed, abstained in (("good", 0, 0), ("model", 0, 0), ("environment", 0.25, 0.25)):
+    assert found.metrics[f"rewards/{name}/failed"] == failed, name
+    assert found.metrics[f"rewards/{name}/abstained"] == abstained, name
+  assert [dataclasses.astuple(group) for group in asked] == [
+      ("said", [f"{n}"] * 2, [[100 * n + sample, 1] for sample in (0, 1)], {"n": n}, f"file:{n}")
+      for n in (0, 1)]
+
+
+@pytest.mark.parametrize("name, mask", [("grpo", True), ("grpo", False), ("dpo", True), ("dpo", False), ("ppo", True),
+                                        ("distill", True)])
+def test_a_producer_is_made_of_what_the_config_says(monkeypatch, name, mask):
+  asked = {}
+
+  def note(key, gives=None):
+    return lambda *arguments: asked.update({key: arguments}) or gives
+
+  sampler = SimpleNamespace(check=note("check"))
+  parts = dict(make_sampler=sampler, Episodes="episodes", Curriculum="curriculum",
+               make_scorer=SimpleNamespace(names=("a",), weights=(2.0,)),
+               RewardModels=SimpleNamespace(names=("b", "c"), weights=[3.0, 4.0]))
+  for key, gives in parts.items():
+    monkeypatch.setattr(producer_lib, key, note(key, gives))
+  for key in ("every", "valued", "pairs", "sequences"):
+    monkeypatch.setattr(producer_lib.groups_lib, key, note("select", key))
+  items = [SimpleNamespace(prompt=SimpleNamespace(ids=np.arange(size))) for size in (2, 5, 3)]
+  prompts = SimpleNamespace(every_item=lambda: items)
+  given = dict(carry_over=True, in_flight=True, max_staleness=5, kept_texts=4, share_beginnings=True, group_size=3,
+               resample=6, environment="mine", mask_truncated=mask, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1,
+               max_new_tokens=9, concurrent=False)
+  config = SimpleNamespace(rollout=SimpleNamespace(**given), seed=7, seq_len=40,
+                           strategy=ConfigDict(dict(name=name, baseline="none", scale="rollout")))
+  made = Producer(config, prompts, producer_lib.Policy("model", "tokenizer", "mesh"), "workdir")
+  (longest,), *limit = asked.pop("check")
+  assert longest is items[1].prompt.ids and limit == [9, "rollout."]
+  assert asked == dict(make_sampler=(config, "model", "mesh", "workdir"), Episodes=(config, "tokenizer", prompts),
+                       make_scorer=(config, prompts), RewardModels=(config, "mesh"), Curriculum=(config, prompts))
+  assert made.names == ("a", "b", "c", "environment") and made._weights.tolist() == [2.0, 3.0, 4.0, 1.0]
+  assert made._sampling == dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
+  assert [made._seed, made._prompts, made._carries, made._max_staleness, made._kept_texts, made._shares,
+          made._group_size, made._resample] == [7, prompts, True, 5, 4, True, 3, 6]
+  assert isinstance(made._held, Held) and made._shows and made._has_environment
+  selected = made._select("groups")
+  assert (selected, *asked["select"]) == dict(
+      grpo=("sequences", "groups", "none", "rollout", mask), dpo=("pairs", "groups", 40, mask),
+      ppo=("valued", "groups", mask), distill=("every", "groups", mask))[name]
+  assert made._compares_all == (not (name == "dpo" and mask))  # of pairs those that are cut off are none
+  for change in (dict(carry_over=False), dict(in_flight=False)):
+    config.rollout = SimpleNamespace(**given | change)
+    assert Producer(config, prompts, producer_lib.Policy("model", "tokenizer", "mesh"), "workdir")._held is None
+  config.rollout = SimpleNamespace(**given | dict(environment=None, concurrent=True))
+  made = Producer(config, prompts, producer_lib.Policy("model", "tokenizer", "mesh"), "workdir")
+  assert made.names == ("a", "b", "c") and made._weights.tolist() == [2.0, 3.0, 4.0]
+  assert not made._shows and not made._has_environment
 
 
 def test_prompts_that_a_curriculum_passes_over_are_counted_and_what_was_measured_goes_on():
   """Of prompts 0 to 5, all taken but 2; 3 to 5 stand for the first three once more."""
   made = make(lambda n, sample: float(sample) if n else 1.0)
-  rates = []
-
-  class Chosen(Curriculum):
-    def _takes(self, place, rates_N):
-      rates.append(rates_N.tolist())
-      return place != 2
-
-  c = SimpleNamespace(curriculum_target=0.5, curriculum_floor=0.1, curriculum_passing=1.0)
   made._prompts.num_prompts, made._prompts.place = 3, lambda number: number % 3
-  made.curriculum = Chosen(SimpleNamespace(rollout=c, seed=7), made._prompts)
+  made.curriculum = Chosen(made._prompts, 2)
+  rates = made.curriculum.rates
   first = roll(made)
   second = roll(made, 1, first, 6)
   assert (first.groups, second.groups, second.drawn) == ([0, 1], [3, 4], 5)
@@ -226,6 +331,38 @@ def test_what_was_kept_and_shared_is_counted_over_all_attempts():
   assert roll(make(lambda n, sample: 1.0)).metrics.keys().isdisjoint({"rollout/prompt_tokens_run"})
 
 
+def test_what_ends_is_told_whole_and_once_while_others_are_sampled():
+  """Of three texts the third is asked for when the second has ended; what has ended since is what is left at last."""
+  made, told = make(lambda n, sample: 1.0, _kept_texts=3, _shares=True), []
+  made._clock, made._sampled, made._of_prompts = {"rollout": 0.0}, 0, {}
+
+  def more(ended, idle):
+    told.append(([(c.prompt, c.sample, c.ids.tolist()) for c in ended], idle))
+    return [np.array([9])], dict(samples=[[1]]), len(told)
+
+  def part(prompt, sample, token, reason=""):
+    return Completion(prompt, sample, np.array([token], np.int32), np.zeros(1), np.zeros(1), reason)
+
+  def stream(params, prompts, request):
+    assert (params, prompts, request.samples, request.seed) == ("params", ["a", "b"], "samples", "a seed")
+    assert request.kept._most == 3 and request.kept._once and request.beginnings is not None
+    request.beginnings.saved, request.kept.run = 6, 5
+    yield from (part(0, 0, 1), part(1, 2, 2, "stop"))
+    assert request.more(False) == ([np.array([9])], dict(samples=[[1]]), 1)
+    yield from (part(2, 1, 4), part(0, 0, 3, "length"))
+    assert request.more(True).coming == 2
+    yield part(2, 1, 5, "stop")
+
+  made.sampler = SimpleNamespace(stream=stream)
+  made.episodes = SimpleNamespace(run=lambda items, size, generate, seed: generate(
+      ["a", "b"], more, samples="samples", seed=seed, max_new_tokens=4))
+  last, = made._sample(Policies("params", 4), [None, None], "a seed", lambda: False)
+  assert told == [([(1, 2, [2])], False), ([(0, 0, [1, 3])], True)]
+  assert (last.prompt, last.sample, last.ids.tolist(), last.finish_reason) == (2, 1, [4, 5], "stop")
+  assert made._sampled == 5 and made._of_prompts["prompt_tokens_shared"] == 6
+  assert made._of_prompts["prompt_tokens_run"] == 5
+
+
 def test_a_rollout_is_as_old_as_the_oldest_token_of_its_groups():
   """Of two that were carried, whose first tokens are of policies 4 and 3, and 2 and 4."""
   made = make(lambda n, sample: float(sample), _max_staleness=9)
@@ -239,6 +376,119 @@ def test_a_rollout_is_as_old_as_the_oldest_token_of_its_groups():
   made._go_on = go_on
   found = roll(made, 1, roll(made)._replace(carried=carried), 6)
   assert (found.groups, found.oldest, found.version, found.drawn) == ([9, 8], 2, 4, 2)
+
+
+ONE_STEP = Piece(0, 0, 2)  # two prompts for each step
+
+
+def begun(number, *texts):
+  """A group of the seed "a seed" with texts (ids, versions, how it ended), all of log-prob -5."""
+  return Group(number, "a seed", [Text(np.array(ids, np.int32), np.full(len(ids), -5, np.float32),
+                                       np.array(versions, np.int32), reason) for ids, versions, reason in texts])
+
+
+def carrying(made, *carried):
+  """The rollout before, by which 12 prompts were drawn."""
+  return roll(make(lambda n, sample: 1.0))._replace(drawn=12, carried=carried, rates=made.curriculum.unmeasured())
+
+
+def test_what_has_begun_goes_on_with_what_belongs_to_its_prompt(caplog):
+  """Of the rollout before 9 has begun, and 4, too long ago: it begins anew. 12 is passed over. 13 and 14 become whole,
+  of which 13 teaches nothing, so that another request is made; 15 and 16 have not begun by then, as 4 has not. The
+  policy changes before the second of three chunks."""
+  made = make(lambda n, sample: float(sample) * (n != 13), 1, _carries=True, _max_staleness=3, _shares=True)
+  made._held = SimpleNamespace(names=[1, 2, 3])
+  made._prompts.num_prompts, made._prompts.place = 20, lambda number: number
+  made.curriculum = Chosen(made._prompts, 12)
+  made.sampler = Goes(
+      [[(9, 1, [1], True), (13, 0, [1300], False), (14, 0, [1400], False)],
+       [(13, 0, [1], True), (13, 1, [1301, 1], True)], [(15, 0, [1500], False)]],
+      [[(14, 0, [1], True), (14, 1, [1401, 1], True)], [(15, 0, [1500], False)]])
+  last = carrying(made, begun(9, ([900, 1], [4, 4], "stop"), ([901], [4], "")),
+                  begun(4, ([400], [2], ""), ([], [], "")))
+  policies = Policies("older", 5, lambda look, version: ("newer", 6) if look == 2 else None)
+  found = roll(made, 1, last, 6, policies=policies, size=ONE_STEP)
+  assert "1 of 2 groups that had begun begin again" in caplog.text and "rollout.max_staleness=3 updates" in caplog.text
+  (params, prompts, one), (params_then, prompts_then, two) = made.sampler.asked
+  assert (params, prompts) == ("older", [[9, 901], [4], [13], [14], [15]])  # as many as there are rows beside two
+  assert (params_then, prompts_then) == ("newer", [[4], [14, 1400], [14], [15], [16]])
+  assert one.samples == [[1], *[[0, 1]] * 4] and two.samples == [[0, 1], [0], [1], [0, 1], [0, 1]]
+  assert one.begun == [1, 0, 0, 0, 0] and two.begun == [0, 1, 0, 0, 0]
+  assert one.seed == ["a seed", "7/1/anew", "7/1/0", "7/1/0", "7/1/0"]
+  assert two.seed == ["7/1/anew", "7/1/0", "7/1/0", "7/1/1", "7/1/1"]
+  for request, numbers in ((one, (9, 4, 13, 14, 15)), (two, (4, 14, 14, 15, 16))):
+    assert request.max_new_tokens == [50 + n for n in numbers] and request.prefixes == list(numbers)
+    assert request.images == [[f"image {n}"] for n in numbers] and request.stop_ids == (77,) and request.in_order
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.5, 3, 0.9, 0.1)
+    assert request.held is made._held and request.kept is None
+  assert [len(script) for script in made.sampler.scripts] == [1, 1]  # no chunk more than was needed
+  assert (found.groups, found.drawn, found.oldest, found.kept) == ([9, 14], 15, 4, 3)
+  assert found.changes == [(2, 6)] and found.version == 5
+  assert [(g.number, g.seed, g.oldest) for g in found.carried] == [(4, "7/1/anew", None)]
+  assert found.experience.tokens.tolist() == [9, 900, 1, 9, 901, 1, 14, 1400, 1, 14, 1401, 1]
+  assert found.experience.logprobs.tolist() == [0, -5, -5, 0, -5, -2, *[0, -2, -2] * 2]
+  assert found.experience.advantages.tolist() == [-0.5, 0.5] * 2
+  # Of the 12 tokens of 9, 13 and 14 three are of policy 4, three of policy 5; nine were sampled now.
+  metrics = found.metrics
+  assert (metrics["rollout/carried_ratio"], metrics["rollout/carried_groups"]) == (3 / 12, 1)
+  assert (metrics["rollout/token_staleness"], metrics["rollout/max_token_staleness"]) == ((3 * 2 + 3 * 1) / 12, 2)
+  assert metrics["sampling/tokens_per_second"] * metrics["time/rollout"] == pytest.approx(9)
+  assert metrics["rollout/rows_held"] == 3 and metrics["rollout/prompt_tokens_shared"] == 8
+  assert metrics["rollout/groups_replaced"] == 1 and metrics["curriculum/passed_over"] == 1
+  assert np.flatnonzero(~np.isnan(found.rates)).tolist() == [9, 13, 14]
+
+
+def test_turned_off_what_has_begun_goes_on_and_nothing_is_begun_beside_it(caplog):
+  """A prompt for the other group of two, whose texts all end."""
+  made = make(lambda n, sample: float(sample), _max_staleness=3)
+  made.sampler = Goes([[(9, 1, [1], True), (12, 0, [1200, 1], True), (12, 1, [1201, 1], True)]])
+  last = carrying(made, begun(9, ([900, 1], [4, 4], "stop"), ([901], [4], "")))
+  found = roll(made, 1, last, 6, policies=Policies("params", 6), size=ONE_STEP)
+  assert "begin again" not in caplog.text
+  (_, prompts, request), = made.sampler.asked
+  assert prompts == [[9, 901], [12]] and request.beginnings is None and request.held is None
+  assert (found.groups, found.drawn, found.carried, found.oldest) == ([9, 12], 13, [], 4)
+  assert "rollout/rows_held" not in found.metrics and "rollout/prompt_tokens_shared" not in found.metrics
+
+
+@pytest.mark.parametrize("carries, terminal, concurrent, shown", [
+    (False, True, False, True), (True, True, False, True), (False, True, True, False), (False, False, False, False)])
+def test_a_bar_counts_completions_that_end(monkeypatch, carries, terminal, concurrent, shown):
+  """Of four, each in two parts; where nobody looks, or training has a bar of its own, there is none."""
+  bars = []
+
+  class Bar(contextlib.nullcontext):
+    def __init__(self, *, total, disable, **_):
+      super().__init__(self)
+      self.total, self.done, self.shown = total, 0, terminal if disable is None else not disable
+      bars.append(self)
+
+    def update(self, count):
+      self.done += count
+
+  monkeypatch.setattr(producer_lib, "tqdm", Bar)
+  made = make(lambda n, sample: float(sample), _carries=carries, _shows=not concurrent)
+  if carries:
+    made.sampler = Goes(*[[[(n, sample, [100 * n + sample], False) for n in (0, 1) for sample in (0, 1)],
+                           [(n, sample, [1], True) for n in (0, 1) for sample in (0, 1)]]])
+  roll(made, size=ONE_STEP)
+  assert [(bar.total, bar.done, bar.shown) for bar in bars] == [(4, 4, shown)]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_closing_lets_rows_go_and_ends_what_computes_rewards(holds):
+  closed = []
+  made = make(lambda n, sample: 1.0, _held=SimpleNamespace(clear=lambda: closed.append("rows")) if holds else None)
+  made.scorer.close = lambda: closed.append("rewards")
+  made.close()
+  assert closed == ["rows"] * holds + ["rewards"]
+
+
+def test_a_stop_leaves_off_what_goes_on():
+  made = make(lambda n, sample: 1.0, _carries=True)
+  made.sampler = Goes([[(n, sample, [100 * n + sample, 1], True) for n in (12, 13) for sample in (0, 1)]])
+  asked = iter([False, False, True])
+  assert roll(made, 1, carrying(made), stopped=lambda: next(asked), size=ONE_STEP) is None
 
 
 @pytest.mark.parametrize("held, asked, found", [

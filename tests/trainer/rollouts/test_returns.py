@@ -70,6 +70,9 @@ def test_advantages_and_returns_are_the_sums_that_define_them(changed):
   came, said = (np.array([v[i] for v in wanted.values()]) for i in (1, 2))
   assert metrics["value/explained_variance"] == pytest.approx(1 - np.var(came - said) / np.var(came))
   assert metrics["returns/mean"] == pytest.approx(came.mean())
+  assert metrics["returns/std"] == pytest.approx(came.std())
+  assert metrics["value/old_mean"] == pytest.approx(said.mean())
+  assert metrics["advantage/abs_mean"] == pytest.approx(np.abs(came - said).mean())  # before they are white
   if cfg.kl_coef:
     taken = sum(penalty(float(log_ratios[t]), cfg.kl) for t in wanted)
     assert metrics["objective/non_score_reward"] == pytest.approx(-0.3 * taken / 4)
@@ -87,10 +90,29 @@ def test_with_lambda_one_a_return_is_what_was_given():
     np.testing.assert_allclose(found["returns"][start:end][sampled], reward, rtol=1e-6)
 
 
+@pytest.mark.parametrize("coef, where, penalised", [
+    (0.3, "reward", True), (0.3, "loss", False), (0.0, "reward", False)])
+def test_the_penalty_is_taken_off_rewards_where_the_config_says(coef, where, penalised):
+  """A term of the loss is none of rewards, too."""
+  cfg = options("ppo", kl_coef=coef, kl_in=where, kl="k1", whiten=False)
+  made, values, log_ratios = rollout()
+  of = returns.Returns(cfg)
+  assert of.penalised is penalised
+  found = of.make(made, values, log_ratios if penalised else None)[0]["returns"]
+  plain = returns.Returns(options("ppo", kl_coef=0.0, whiten=False)).make(made, values, None)[0]["returns"]
+  assert (np.abs(found - plain).max() > 0.01) == penalised
+
+
 def test_a_rollout_without_anything_has_nothing():
   empty = experience.collect([])
   found, metrics = returns.Returns(options("ppo", kl_coef=0.0)).make(empty, np.zeros(0), None)
   assert all(not len(part) for part in found.values()) and not metrics
+  silent = experience.collect([[(Trajectory(np.arange(3), np.zeros(3), np.zeros(3), 3, "length"), 2.0, 0)]])
+  for whiten in (False, True):  # a completion in which nothing was sampled
+    cfg = options("ppo", kl_coef=0.3, kl_in="reward", kl="k1", whiten=whiten, whiten_rewards=whiten)
+    found, metrics = returns.Returns(cfg).make(silent, np.ones(3), np.ones(3))
+    assert sorted(found) == ["old_values", "returns", "token_advantages"] and not metrics
+    assert all(part.tolist() == [0.0] * 3 for part in found.values())
 
 
 def test_whitening_leaves_a_single_value_alone():

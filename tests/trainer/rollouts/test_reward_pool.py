@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from tests import tiny
 from trainer.config import reward
 from trainer.errors import ConfigError, DataError
-from trainer.rollouts.reward_pool import Group, Scorer, _pack
-from trainer.rollouts.reward_worker import Call
+from trainer.rollouts.reward_pool import Group, Scorer, _pack, _Worker
+from trainer.rollouts.reward_worker import Call, Failure
 
 FUNCTIONS = "tests.trainer.reward_functions"
 IN_BOTH = pytest.mark.parametrize("workers", [0, 2])
@@ -219,6 +220,28 @@ def test_what_a_process_has_said_counts_though_its_time_is_over():
       worker.receive()
     worker.deadline = 0.0
     assert worker.overdue() and worker.ended
+
+
+@pytest.mark.parametrize("code, late, speaks, overdue, failure", [
+    (None, False, False, False, "timed out"), (None, True, False, True, "timed out"),
+    (None, True, True, False, "timed out"),
+    (6, False, False, True, "its process ended in the call (exit code 6)"), (6, True, True, False, "timed out"),
+    (-11, True, False, True, "its process ended in the call (SIGSEGV)")])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_process_that_is_gone_is_another_failure_than_one_that_is_silent(code, late, speaks, overdue, failure, begun):
+  """Though a copy of it may hold the connection; what it said last still counts, and a call that it had not begun has
+  not failed."""
+  worker = _Worker.__new__(_Worker)
+  worker.ready, worker.ended, worker._begun, worker.failure = True, False, begun, "timed out"
+  worker._process = SimpleNamespace(poll=lambda: code, returncode=code)
+  worker.connection = SimpleNamespace(poll=lambda: speaks)
+  worker.deadline = time.monotonic() + (-1 if late else 60)
+  worker.end = lambda: setattr(worker, "ended", True)
+  assert (worker.overdue(), worker.ended) == (overdue, overdue)
+  if overdue and code is not None:
+    assert worker.failure == (Failure("death", failure) if begun else None)
+  else:
+    assert worker.failure == failure
 
 
 def test_what_a_function_started_ends_with_it(tmp_path):

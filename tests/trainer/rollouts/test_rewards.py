@@ -139,6 +139,26 @@ def test_a_function_gets_the_arguments_that_it_names_and_its_options():
   assert not rewards.make("mine", reward(type=f"{FUNCTIONS}.echo")).is_async
 
 
+def graded(completions, *, answer, threshold, bonus=2.0):
+  return [threshold * bonus + answer[0]] * len(completions)
+
+
+async def awaited(prompts, threshold, **columns):
+  return [threshold] * len(prompts)
+
+
+def test_an_argument_without_a_default_is_a_column_unless_it_is_an_option():
+  made = rewards.make("mine", reward(type=f"{__name__}.graded", threshold=3, weight=0.5))
+  assert (made.name, made.kind, made.weight, made.options) == ("mine", f"{__name__}.graded", 0.5, {"threshold": 3})
+  assert (made.needs, made.takes) == (("answer",), {"completions", "answer", "threshold", "bonus"})
+  assert scores(reward(type=f"{__name__}.graded", threshold=3), ["a", "b"], answer=1, other=2) == [7.0, 7.0]
+  assert scores(reward(type=f"{__name__}.graded", threshold=3, bonus=1), ["a"], answer=1) == [4.0]
+  with pytest.raises(DataError, match="column 'threshold' has the name of an option of rollout.rewards.mine"):
+    made.check_columns({"answer": 1, "threshold": 4}, "a.jsonl:3")
+  other = rewards.make("other", reward(type=f"{__name__}.awaited"))
+  assert (other.needs, other.takes, other.is_async, made.is_async) == (("threshold",), None, True, False)
+
+
 def test_columns_whose_names_are_taken_are_refused():
   with pytest.raises(DataError, match="a.jsonl:3: column 'factor' has the name of an option of rollout.rewards.mine"):
     scores(reward(type=f"{FUNCTIONS}.echo", factor=3), ["a"], number=2, factor=4)

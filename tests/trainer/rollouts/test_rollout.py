@@ -1,6 +1,7 @@
 """What rollouts are made of: pairs, turns of an environment, responses from files, references; and what is refused."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -34,6 +35,7 @@ from trainer.rollouts.carried import fresh
 from trainer.rollouts.experience import Trajectory, collect
 from trainer.rollouts.groups import NoSignal
 from trainer.rollouts.producer import Policy, Rollout
+from trainer.strategies.record import OF_CRITIC
 
 
 @pytest.fixture(scope="module")
@@ -462,16 +464,92 @@ def test_a_critic_is_given_how_far_the_policy_is_from_the_reference(scripted):
   data, _ = scripted()
   data._returns = SimpleNamespace(penalised=True, make=lambda experience, values, log_ratios: (
       given.append((values, log_ratios)), ({}, {"about": 1.0}))[1])
-  given, run = [], ScriptedRun()
-  run.program.score_fn = lambda params, batch, step, reference, whole: {
+  given, asked, run = [], [], ScriptedRun()
+  run.reference = "the reference"
+  run.program.score_fn = lambda params, batch, step, reference, whole: asked.append((int(step), reference, whole)) or {
       name: np.full(batch["tokens"].shape, value, np.float32)
       for name, value in (("old_logprobs", -2.0), ("ref_logprobs", -5.0), ("old_values", 0.25))}
   run.take(data, 1)
   (values, log_ratios), = given
+  # Of two passes of two steps the first is looked at as a whole, with the reference.
+  assert asked == [(0, "the reference", True), (1, "the reference", True), (2, None, False), (3, None, False)]
   trained_tokens = data._now.experience.weights > 0
   np.testing.assert_array_equal(log_ratios[trained_tokens], 3.0)
   np.testing.assert_array_equal(values[trained_tokens], 0.25)
   assert data.metrics["about"] == 1.0
+  data._returns.penalised = False
+  run.take(data, 4)
+  assert given[1][1] is None and asked[4:] == [(4 + n, None, n < 2) for n in range(4)]  # there is no penalty
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_what_a_rollout_is_trained_with_is_saved_beside_it(scripted, critic):
+  """What was made of the critic's values, how often prompts were solved, whose reward models; once the rollout is
+  trained on, what goes on beyond it alone."""
+  told, rates = [], np.array([0.5, np.nan], np.float32)
+  data, _ = scripted()
+  run = ScriptedRun()
+  run.take(data, 3)
+  data._now = data._now._replace(rates=rates)
+  data._valued = {name: np.arange(12) + place for place, name in enumerate(OF_CRITIC)} if critic else {}
+  data.producer.models.saved = lambda: {"judge": "print"}
+  meta, arrays = data.saved(3)
+  assert meta["metrics"] == data.metrics and meta["version"] == 0
+  again, ahead = scripted()
+  again.producer.models.restore = told.append
+  again.producer.curriculum.restored = lambda arrays, print_: told.append((arrays, print_)) or (
+      arrays["pass_rates"] + 1, {name: part for name, part in arrays.items() if name != "pass_rates"})
+  again.restore(3, json.loads(json.dumps(meta)), arrays)
+  assert told[0] == {"judge": "print"} and told[1][1] == "f"
+  np.testing.assert_array_equal(told[1][0]["pass_rates"], rates)
+  np.testing.assert_array_equal(ahead.went_on[1].rates, rates + 1)
+  assert again._valued.keys() == data._valued.keys() and again.metrics == data.metrics
+  for name, values in data._valued.items():
+    np.testing.assert_array_equal(again._valued[name], values)
+  np.testing.assert_array_equal(again._old, data._old)
+  meta, arrays = data.saved(4)
+  assert arrays.keys() == {"pass_rates"} and meta["done"]
+
+
+@pytest.mark.parametrize("done, of_others", [(False, False), (False, True), (True, True)])
+def test_a_rollout_that_goes_on_has_the_images_of_its_prompts_and_environments(scripted, done, of_others):
+  """Those of the prompts that it was made of; with other prompts than those of the checkpoint it is refused."""
+  data, _ = scripted()
+  ScriptedRun().take(data, 3)
+  files = dict(image_bytes=np.arange(7, dtype=np.uint8), image_sizes=np.array([4, 3]), image_owners=np.array([2, 2]))
+  data._now = data._now._replace(experience=data._now.experience._replace(**files))
+  meta, arrays = data.saved(4 if done else 3)
+  again, _ = scripted()
+  again._rows = dataclasses.replace(again._rows, layout="a layout")
+  again._prompts.item = lambda number: SimpleNamespace(prompt=SimpleNamespace(images=(f"image {number}",)))
+  again._preprocess = lambda *of: of
+  again.fingerprint = "of other prompts" if of_others else "f"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(rollout, "to_pixels", lambda data, preprocess: (data, preprocess))
+    with pytest.raises(ConfigError, match="no longer those of rollout 0, which is trained on until step 4: the images"
+                       ) if of_others and not done else contextlib.nullcontext():
+      again.restore(4 if done else 3, json.loads(json.dumps(meta)), arrays)
+      if not done:
+        assert again._images == {number: (f"image {number}",) for number in (1, 2, 3, 4)}
+        assert again._added == {2: [(bytes(range(4)), again._preprocess), (bytes([4, 5, 6]), again._preprocess)]}
+
+
+def test_batches_end_where_the_run_is_to_stop_and_close_what_samples(scripted):
+  data, ahead = scripted()
+  closed, run = [], ScriptedRun()
+  ahead.close = lambda: closed.append("sampling")
+  data.producer.close = lambda: closed.append("rewards")
+  run.program.place = lambda batch: ("placed", batch)
+  run.program.score_fn = lambda params, placed, *_: {"old_logprobs": np.zeros(placed[1]["tokens"].shape)}
+  with data.batches(run) as batches:
+    placed, batch = next(batches)
+    assert placed == "placed" and len(trained(batch)) == 2 and batches.metrics == data.metrics and data.metrics
+    ahead.fill = lambda run, due: False
+    run.step = 4
+    with pytest.raises(StopIteration):
+      next(batches)
+    assert not closed
+  assert closed == ["sampling", "rewards"]
 
 
 def test_samples_are_written_where_metrics_of_a_step_of_theirs_are(scripted, monkeypatch):

@@ -1,14 +1,17 @@
 """Tools in an episode: the prompt shows them, calls are made, results are not trained on, and errors are told."""
 
+import asyncio
 import json
 import math
 
 import pytest
 
+from input_pipeline.chat.tool_formats import ToolCall
 from tests.input_pipeline.references import example_tools
 from tests.trainer.rollouts.test_environment import TINY, Sampler, marked, rendered, setup
 from trainer.errors import DataError
 from trainer.rollouts import tools
+from trainer.rollouts.episode import Turn
 
 PATHS = tuple(f"tests.input_pipeline.references.example_tools.{function.__name__}" for function in (
     example_tools.add, example_tools.broken, example_tools.later))
@@ -50,6 +53,22 @@ def test_several_calls_are_made_in_their_order_and_errors_are_told(tmp_path):
   assert results[4].startswith("Error: the call is not valid JSON") and len(results) == 5 and not e.failed
   assert all(text in marked(e) for text in results)
   assert episodes.metrics([e]) == {"tools/call_frequency": 5.0, "tools/failure_frequency": 0.8}
+
+
+def test_results_are_texts_or_json_and_each_call_has_an_id_of_its_own():
+  async def later(of):
+    return {"é": [of]}
+
+  calls = [ToolCall("say", {"text": "hé"}), ToolCall("later", {"of": 2}, id="given"), ToolCall("say", {"text": 3}),
+           ToolCall(None, None, problem="it is none"), ToolCall("say", {"texts": "a"})]
+  made = tools.ToolEnvironment({"say": lambda text: text, "later": later}, lambda completion: calls)
+  turn = asyncio.run(made.step("…"))
+  assert [(m["role"], m["name"], m["content"], m["tool_call_id"]) for m in turn.observation] == [
+      ("tool", "say", "hé", "000000000"), ("tool", "later", '{"é": [2]}', "given"), ("tool", "say", "3", "000000002"),
+      ("tool", "unknown", "Error: it is none", "000000003"),
+      ("tool", "say", "Error: say: missing a required argument: 'text'", "000000004")]
+  calls.clear()
+  assert asyncio.run(made.step("…")) == Turn() and made.reset("a prompt", column=1) is None
 
 
 def test_without_a_call_the_episode_ends_and_turns_are_limited(tmp_path):

@@ -132,7 +132,7 @@ def test_entries_are_added_once_not_for_each_part():
 
 def test_on_a_mesh_every_device_sums_over_its_own_tokens(monkeypatch):
   """Unless the vocabulary is split, rows do not divide, or the kernel's gradient is large."""
-  def chunks(sizes, rows=8, length=12, **rules):
+  def chunks(sizes, rows=8, length=12, rules=()):
     hidden, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, length, 16), (16, 50)))
     with mesh_lib.activation_rules(mesh_lib.make_mesh(sizes), rules):
       return chunked_loss.token_chunks(hidden, kernel, 3)
@@ -140,5 +140,7 @@ def test_on_a_mesh_every_device_sums_over_its_own_tokens(monkeypatch):
   monkeypatch.setattr(chunked_loss, "MIN_TOKENS", 4)
   assert chunks(dict(data=8)) == chunks(dict(fsdp=4, context=2)) == chunks(dict(fsdp=2, expert=4)) == 3
   assert chunks(dict(fsdp=4, tensor=2)) == chunks(dict(data=8), rows=4) == chunks(dict(data=8), length=9) == 1
+  # The vocabulary may be split over the very devices that rows are.
+  assert chunks(dict(data=2, fsdp=4)) == 3 and chunks(dict(data=2, fsdp=4), rules=(("vocab", "data"),)) == 1
   monkeypatch.setattr(chunked_loss, "MOST_BYTES", 4 * 16 * 50 - 1)
   assert chunks(dict(data=8)) == 1

@@ -158,8 +158,9 @@ def test_tokens_are_compared_unless_it_begins_as_the_run(monkeypatch):
 
 @pytest.mark.parametrize("path, head, of_critic, message", [
     ("start", None, "fresh parameters", None), ("a/run", "score", "all of a/run", None),
-    ("a/run", "lm", "a/run; fresh: score/kernel", None),  # its head is a new one
-    ("a/run", "score", "a/run; fresh: score/kernel", "a/run does not have all of its model's parameters"),
+    ("a/run", "lm", "9 arrays from a/run, 1 fresh arrays", None),  # its head is a new one
+    ("a/run", "score", "9 arrays from a/run, 1 fresh arrays", "a/run does not have all of its model's parameters"),
+    ("a/run", "score", "9 arrays from a/fresh arrays", None), ("a/run", "score", "fresh parameters", "a/run does not"),
     ("a/run", "lm", "fresh parameters", "a/run does not have all"),
 ])
 def test_where_the_parameters_of_both_come_from(found, monkeypatch, path, head, of_critic, message):

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tests.trainer.strategies.pairs import Options, options
 from trainer.config import defaults
 from trainer.errors import ConfigError
 from trainer.metrics import to_floats
-from trainer.strategies import dpo, preference, sequences
+from trainer.strategies import STRATEGIES, dpo, kto, ppo, preference, sequences
 
 EVERY = {name: 0.5 + 0.1 * i for i, name in enumerate(preference.LOSSES)}
 # Those for which a step may have several micro-batches.
@@ -376,15 +377,40 @@ def test_losses_over_the_whole_batch_refuse_micro_batches():
     dpo.check(options(loss={"sigmoid": 1.0, name: 0}), 2)
 
 
-def test_noise_without_effect_is_refused():
-  cfg_model = defaults().model
-  for key in ("dropout", "neftune_alpha"):
-    cfg_model[key] = 0.25
-    with pytest.raises(ConfigError, match=f"model.{key} is 0.25, but strategy.disable_dropout"):
-      dpo.check(options(), 1, cfg_model)
-    dpo.check(options(disable_dropout=False), 1, cfg_model)
-    cfg_model[key] = 0.0
-  dpo.check(options(), 1, cfg_model)
+@pytest.mark.parametrize("strategy, changed", [(dpo, {}), (kto, {}), (ppo, dict(kl_coef=0.0, temperature=1.0))],
+                         ids=("dpo", "kto", "ppo"))
+def test_noise_without_effect_is_refused(strategy, changed):
+  cfg_model, check = defaults().model, strategy.check
+  of = functools.partial(options, strategy.__name__.rpartition(".")[2], **changed)
+  for section, key in ((cfg_model, "dropout"), (cfg_model, "neftune_alpha"), (cfg_model.lora, "dropout")):
+    section[key], cfg_model.lora.rank = 0.25, 2
+    where = "model.lora" if section is cfg_model.lora else "model"
+    with pytest.raises(ConfigError, match=f"{where}.{key} is 0.25, but strategy.disable_dropout"):
+      check(of(), 1, cfg_model)
+    check(of(disable_dropout=False), 1, cfg_model)
+    if section is cfg_model.lora:  # which there are none of
+      cfg_model.lora.rank = 0
+      check(of(), 1, cfg_model)
+    section[key] = 0.0
+  check(of(), 1, cfg_model)
+
+
+class Applied(Exception):
+  """What a model was asked for."""
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_noise_is_there_unless_the_strategy_says_no(name):
+  def apply(params, batch, *, rng=None, train=False):
+    raise Applied(rng, train)
+
+  model, strategy = SimpleNamespace(apply=apply), STRATEGIES[name]
+  for off in (False, True) if "disable_dropout" in strategy.options else (False,):
+    cfg = options(name, **dict(disable_dropout=off) if "disable_dropout" in strategy.options else {})
+    for rng in ("a key", None):
+      with pytest.raises(Applied) as applied:
+        strategy.loss(model, "parameters", {}, rng, cfg)
+      assert applied.value.args == ((None, False) if off or rng is None else (rng, True)), (off, rng)
 
 
 def test_a_reference_that_is_missing():

@@ -85,6 +85,22 @@ def test_each_statistic_alone(name, chunk):
   np.testing.assert_allclose(grad, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1000, 7])
+def test_logits_that_are_read_once_as_on_a_gpu_have_the_same_statistics(chunk, monkeypatch):
+  """By NumPy in float64; the largest of a later chunk is above or below that of those before."""
+  monkeypatch.setattr(logprobs.logical_axes, "platform", lambda: "gpu")
+  hidden, kernel, targets = inputs()
+  want = ("logprob", "logsumexp", "mean_logit", "is_top")
+  ours = jax.jit(lambda h, k: token_stats(h, k, targets, chunk=chunk, num_real_vocab=53, want=want))
+  found = ours(3 * hidden, kernel)
+  z = (3 * np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64))[..., :53]
+  top = z.max(-1)
+  total = top + np.log(np.exp(z - top[..., None]).sum(-1))
+  target = np.take_along_axis(z, np.asarray(targets)[..., None], -1)[..., 0]
+  for name, expected in zip(want, (target - total, total, z.mean(-1), target == top), strict=True):
+    np.testing.assert_allclose(getattr(found, name), expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 def test_unreal_entries_get_no_probability_and_no_gradient():
   """Whatever stands in their columns."""
   hidden, kernel, targets = inputs()

@@ -227,6 +227,11 @@ def test_presets_are_what_their_equations_say(name):
     (dict(kl_coef=0.1, reference_ema=1.1), "strategy.reference_ema is 1.1; it is the share"),
     (dict(kl_coef=0.1, reference_ema=0.5, reference_ema_steps=0), "strategy.reference_ema_steps is 0; it must be 1 or"),
     (dict(kl_coef=0.1, reference_ema=1.0, reference_ema_steps=1), None),
+    (dict(kl_coef=0.1, kl="k1", kl_corrected=False), "strategy.kl is 'k1' without kl_corrected: its gradient"),
+    (dict(kl_coef=0.1, kl="k1", kl_corrected=True), None), (dict(kl_coef=0.1, kl="k2", kl_corrected=False), None),
+    (dict(kl_coef=0.1, kl="k9"), "strategy.kl is 'k9'; allowed"),
+    (dict(scale="group", baseline="none"), "strategy: "), (dict(ratio="words"), "strategy.ratio is 'words'; allowed"),
+    (dict(rollout=dict(temperature=0.0)), "strategy.temperature is 0.0; log-probs are of a distribution at"),
     (dict(kl_coef=0.1, reference="none"), "strategy.reference is 'none', but strategy.kl_coef 0.1 compares the polic")])
 def test_where_each_option_ends(options, message):
   config, _ = filled(**options)

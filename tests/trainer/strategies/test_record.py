@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.strategies import record
 from trainer.strategies.record import Strategy
@@ -88,3 +89,40 @@ def test_a_loss_whose_arguments_cannot_be_known_is_believed(monkeypatch):
 def test_an_objective_is_called_as_its_loss():
   made = record.Objective(lambda *given: given, None)
   assert made(1, 2, 3) == (1, 2, 3)
+
+
+class Given(SimpleNamespace):
+  """`config.strategy`, of which it is asked what it has."""
+
+  def __contains__(self, key):
+    return hasattr(self, key)
+
+
+@pytest.mark.parametrize("name, values, precomputes, mix", [
+    ("dpo", dict(loss={"sigmoid": 1.0}, precompute=True, reference_ema=0.0), True, (0.0, 7)),
+    ("dpo", dict(loss={"sigmoid": 1.0}, precompute=False, reference_ema=0.25), False, (0.25, 7)),
+    # Which compares the policy with none.
+    ("dpo", dict(loss={"simpo": 1.0}, precompute=True, reference_ema=0.25), False, (0.0, 1)),
+    ("ppo", dict(kl_coef=0.1, reference_ema=0.5), False, (0.5, 7)), ("sft", {}, False, (0.0, 1)),
+    ("distill", dict(cached_top_k=0), False, (0.0, 1)), ("distill", dict(cached_top_k=4), True, (0.0, 1))])
+def test_what_is_computed_before_and_how_a_reference_moves(name, values, precomputes, mix):
+  given = Given(name=name, reference_ema_steps=7, **values)
+  assert strategies.precomputes(given) is precomputes and strategies.reference_mix(given) == mix
+  assert strategies.temperature(given) == 1.0 and strategies.temperature(Given(name=name, temperature=0.5)) == 0.5
+
+
+def test_a_strategy_is_told_of_micro_batches_and_of_the_model(monkeypatch):
+  asked = []
+  monkeypatch.setitem(strategies.STRATEGIES, "mine", Strategy(loss, check=lambda *given: asked.append(given)))
+  config = SimpleNamespace(strategy=Given(name="mine"), grad_accum_steps=3, model=SimpleNamespace(
+      head="lm", mtp_layers=0))
+  strategies.check(config)
+  assert asked == [(config.strategy, 3, config.model)]
+  for key, value, message in (("head", "score", "model.head is 'score', but strategy 'mine' reads logits of tokens"),
+                              ("mtp_layers", 1, "model.mtp_layers is 1, but strategy 'mine' does not")):
+    config.model = SimpleNamespace(**{"head": "lm", "mtp_layers": 0, key: value})
+    with pytest.raises(ConfigError, match=message):
+      strategies.check(config)
+  config.strategy.mtp_weight = 0.1
+  strategies.check(config)
+  assert len(asked) == 2

@@ -175,12 +175,14 @@ def test_a_run_that_goes_on_makes_its_reference_of_what_it_began_with(kind, meta
 @pytest.mark.parametrize("kind, rank, more, message", [
     ("base", 0, {}, "there are no adapters .model.lora.rank is 0"),
     ("base", 2, dict(modules_to_save=("^embed/",), peft="a"), "may have its own values of model.lora.modules_to_save"),
+    ("base", 2, dict(modules_to_save=("^embed/",), path="a"), "may have its own values of model.lora.modules_to_save"),
+    ("base", 2, dict(modules_to_save=("^embed/",)), None), ("base", 2, dict(peft="a", path="b"), None),
     ("start", 0, {}, None), ("start", 2, {}, None), ("base", 2, {}, None), ("/a", 0, {}, None), ("/a", 2, {}, None)])
 def test_what_a_reference_holds(kind, rank, more, message):
   """With adapters they alone, unless it is another model as a whole: then what is frozen, too."""
   c = defaults()
-  c.strategy = strategy("dpo", reference=kind)
-  c.model.lora.update(rank=rank, **more)
+  c.strategy, c.init_from.path = strategy("dpo", reference=kind), more.get("path")
+  c.model.lora.update(rank=rank, **{key: value for key, value in more.items() if key != "path"})
   optimizer = SimpleNamespace(split=lambda params: ({"b": params["b"]}, {"a": params["a"]}),
                               merge=lambda trained, frozen: trained | frozen)
   if message is None:
@@ -202,16 +204,32 @@ def test_references_that_cannot_be_are_refused(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match="a whole model, but this run trains adapters over a fresh base"):
     first_reference(c, None, {}, {})
   c.model.lora.rank = 0
-  for where in ("2 arrays from it, 1 fresh arrays", "3 arrays from it"):
-    asked = []
-    monkeypatch.setattr(reference.init_from, "first_params", lambda origin, *_, where=where, asked=asked, **__: (
-        asked.append(origin), ("loaded", where))[1])
-    if "fresh" in where:
-      with pytest.raises(ConfigError, match="does not have all of the model's parameters .2 arrays from it, 1 fresh"):
-        first_reference(c, None, {}, {})
-    else:
-      assert first_reference(c, None, {}, {}) == "loaded"
-    assert (asked[0].folder, asked[0].path, asked[0].peft, asked[0].remap) == (str(tmp_path / "hf"), None, None, ())
+  for where in ("2 arrays from it, 1 fresh arrays", "fresh parameters"):
+    monkeypatch.setattr(reference.init_from, "first_params", lambda *_, where=where, **__: ("loaded", where))
+    with pytest.raises(ConfigError, match=f"does not have all of the model's parameters .{where}"):
+      first_reference(c, None, {}, {})
+
+
+def test_another_model_is_read_from_its_own_place_whatever_the_run_begins_with(tmp_path, monkeypatch):
+  """A folder, and adapters of a run over the same base; names of folders say nothing of what is fresh."""
+  (tmp_path / "hf").mkdir()
+  (tmp_path / "hf" / "config.json").write_text("{}")
+  (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+  (tmp_path / "run" / "config.json").write_text("{}")
+  c, asked, policy = defaults(), [], SimpleNamespace()
+  monkeypatch.setattr(reference.init_from, "first_params", lambda *given, **more: (
+      asked.append((given, more)), ("loaded", "3 arrays from /runs/fresh arrays"))[1])
+  c.init_from.update(path="of the run", remap=(("a", "b"),), ignore=("x",), fresh=True)
+  for name, rank in (("hf", 0), ("run", 2)):
+    c.strategy = strategy("dpo", reference=str(tmp_path / name))
+    c.model.lora.update(rank=rank, peft="adapters")
+    assert first_reference(c, policy, {"a": 1}, {"b": 2}) == "loaded"
+    ((origin, model, target), more) = asked.pop()
+    assert model is policy and target == {"b": 2} and more == dict(partial=True)
+    assert (origin.path, origin.folder) == ((None, str(tmp_path / name)) if name == "hf" else
+                                            (str(tmp_path / name), None))
+    assert (origin.remap, origin.ignore, origin.peft, origin.fresh, origin.tokenizer, origin.model) == (
+        (), (), None, False, None, c.model)
 
 
 def test_a_run_that_goes_on_has_its_own_reference_alone():

@@ -617,6 +617,8 @@ def test_models_of_teachers(anywhere):
     ({}, "siglip", "none", "strategy distill learns from texts alone, but the student or its teacher sees images."),
     ({}, "none", "siglip", "strategy distill learns from texts alone"),
     (dict(beta=-0.1), "none", "none", "strategy.beta is -0.1; allowed: 0 (forward KL) to 1"),
+    (dict(beta=1.1), "none", "none", "strategy.beta is 1.1"),
+    (dict(temperature=0.0), "none", "none", "strategy.temperature is 0.0; it must be above 0."),
     (dict(teacher="rows"), "none", "none", "strategy.teacher is 'rows', and strategy.cached_top_k is 0. Say how many"),
     (dict(teacher="rows", cached_top_k=2, temperature=2.0), "none", "none", "strategy.temperature is 2.0, but what ro"),
     (dict(beta=0.0), "none", "none", None), (dict(beta=1.0), "none", "none", None)])

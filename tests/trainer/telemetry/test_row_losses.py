@@ -126,3 +126,44 @@ def test_rows_are_looked_at_with_the_dropout_of_their_update():
   of_micros = [jax.random.uniform(jax.random.fold_in(key, index), (2,)) for index in (0, 1)]
   np.testing.assert_array_equal(sums_B, np.stack(of_micros, axis=1).reshape(-1))
   assert weights_B.tolist() == [3.0] * 4
+
+
+def test_a_file_of_rows_says_what_each_is_and_what_is_no_padding_of_it(tmp_path):
+  """The second row is padding; the third has a loss that nothing is trained on and that is not finite."""
+  rows = object.__new__(Rows)
+  rows._run = SimpleNamespace(data=SimpleNamespace(source_names=("a", "b")), tokenizer=SimpleNamespace(
+      decode=lambda ids, skip_special: f"{ids.tolist()} {skip_special}"))
+  batch = dict(tokens=np.array([[5, 6, 9], [9, 9, 9], [7, 8, 3]]),
+               segment_ids=np.array([[1, 1, 0], [0, 0, 0], [1, 2, 2]]),
+               loss_weights=np.array([[0.0, 2.0, 9.0], [9.0, 9.0, 9.0], [0.0, 0.0, 0.0]]),
+               source_ids=np.array([1, -1, 0]))
+  entropies = np.ma.masked_array(np.float32([[0.1, 0.2, 9], [9, 9, 9], [0.3, 0.4, 0.5]]), np.eye(3, dtype=bool))
+  folder, given = tmp_path / "made" / "nonfinite", (batch, np.array([3.0, 0.0, np.inf]), np.array([2.0, 0.0, 0.0]))
+  rows.write(folder / "step-3.jsonl", *given)
+  rows.write(folder / "step-4.jsonl", *given, only=[2, 0], of_tokens={"entropy": entropies})
+  first, *others = [json.loads(line) for line in (folder / "step-3.jsonl").read_text().splitlines()]
+  assert first == dict(row=0, source="b", loss=1.5, weight=2.0, tokens=[5, 6], loss_weights=[0.0, 2.0],
+                       text="[5, 6] False")
+  assert others == [dict(row=1, source=None, loss=0.0, weight=0.0, tokens=[], loss_weights=[], text="[] False"),
+                    dict(row=2, source="a", loss=np.inf, weight=0.0, tokens=[7, 8, 3], loss_weights=[0.0] * 3,
+                         text="[7, 8, 3] False")]
+  found = [json.loads(line) for line in (folder / "step-4.jsonl").read_text().splitlines()]
+  assert [(row["row"], row["entropy"]) for row in found] == [(2, [0.3, 0.4, None]), (0, [None, 0.2])]
+
+
+@pytest.mark.parametrize("together, alone, found", [
+    ({0, 2}, set(), []), (set(), {0, 4, 7}, [0, 4, 7]), (set(), {3}, [3])])
+def test_rows_without_a_finite_gradient_are_found_by_leaving_the_others_out(together, alone, found):
+  rows, asked = object.__new__(Rows), []
+  rows._finite = "the function"
+
+  def call(fn, batch, step, kept_B):
+    asked.append((fn, batch, step))
+    kept = {*np.flatnonzero(kept_B)}
+    return not (kept & alone or together and together <= kept)
+
+  rows.call = call
+  batch = {"tokens": np.zeros((8, 1))}
+  assert rows.offending(batch, 7, np.zeros(8)) == found
+  assert all(fn == "the function" and given is batch and step == 7 for fn, given, step in asked)
+  assert rows.offending(batch, 7, np.array([0, np.nan, 0, 0, 0, -np.inf, 0, 0])) == [1, 5]
