@@ -38,9 +38,12 @@ def test_they_are_kept_in_the_users_cache_one_folder_for_each_processor(tmp_path
   assert folder.name.startswith("compiled-") and jax.config.jax_compilation_cache_dir == str(folder)
   assert jax.config.jax_compilation_cache_max_size == startup.CACHE_BYTES
   assert jax.config.values[KEYS[2]] == startup.CACHED_FROM_SECONDS
+  instructions = startup._processors()
+  monkeypatch.setattr(startup, "_processors", lambda: [*instructions, "flags: amx_bf16"])
+  startup.keep_compiled_programs()
   monkeypatch.setattr(startup.platform, "machine", lambda: "another")
   startup.keep_compiled_programs()
-  assert len(list((tmp_path / "weft").iterdir())) == 2
+  assert len(list((tmp_path / "weft").iterdir())) == 3
 
 
 @pytest.mark.parametrize("said", ["", "elsewhere"])

@@ -421,3 +421,15 @@ def test_all_that_still_runs_is_cancelled_when_episodes_end():
   made._episodes = {name: Talked() for name in "ab"}
   made.end()
   assert [talk.noted for talk in made._episodes.values()] == [[("cancel",)]] * 2
+
+
+def test_what_a_thread_returns_or_raises_is_had():
+  def raises():
+    raise KeyError("x")
+
+  async def had(function):
+    return await asyncio.wait_for(agents_lib._in_thread(function), 20)
+
+  assert asyncio.run(had(lambda: 5)) == 5
+  with pytest.raises(KeyError):
+    asyncio.run(had(raises))

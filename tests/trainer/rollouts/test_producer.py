@@ -208,7 +208,7 @@ def test_prompts_that_end_fill_up_with_groups_that_taught_nothing():
   assert found.groups == [2, 0] and found.drawn == 3
 
 
-def test_rewards_of_functions_of_models_and_of_an_environment_are_added_by_their_weights():
+def test_rewards_of_functions_and_of_an_environment_are_added_by_their_weights():
   """2 · good + model / 2 + environment; a reward that is missing is left out, one that failed makes the whole
   missing."""
   rewards = {(0, 0): (3.0, False), (0, 1): (None, False), (1, 0): (math.nan, True), (1, 1): (5.0, False)}

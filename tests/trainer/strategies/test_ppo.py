@@ -159,6 +159,30 @@ def test_what_the_critic_asks_for_has_its_own_names():
   assert set(terms) == {"loss", "critic_loss", "critic/balance"} and "critic/moe" in metrics
 
 
+@pytest.mark.parametrize("disabled", [False, True])
+def test_policy_and_critic_drop_out_by_keys_of_their_own(disabled):
+  given = []
+
+  class Noted(PolicyTable):
+
+    def apply(self, params, batch, rng=None, train=False):
+      given.append((None if rng is None else jax.random.key_data(rng).tolist(), train))
+      return super().apply(params, batch)
+
+  class NotedCritic(Noted, CriticTable):
+    apply = Noted.apply
+
+    def score(self, params, hidden):
+      return params["scores"][..., None]
+
+  batch, params = batch_and_params()
+  params["critic"]["logits"] = params["logits"]
+  model, cfg = critic.ActorCritic(Noted(), NotedCritic()), cfg_of(disable_dropout=disabled)
+  ppo.loss(model, params, batch, jax.random.key(3), cfg)
+  assert [train for _, train in given] == [not disabled] * 2
+  assert len({str(key) for key, _ in given} - {"None"}) == (0 if disabled else 2)
+
+
 def test_a_critic_lies_on_the_mesh_as_a_policy_does():
   """Also its embedding, whose rule is of a path from its beginning on."""
   params = tiny.model().abstract_params()

@@ -153,14 +153,16 @@ def asked_of(changed=(), kind="start", meta=None, params=3.0):
     patch.setattr(reference.init_from, "first_params", lambda *args, partial: ({"w": np.float32(7.0)}, ""))
     patch.setattr(reference, "first_reference", lambda config, model, params, target: (
         made.append(float(params["w"])), {"w": np.float32(changed.get("w", params["w"]))})[1])
-    reference.precompute(c, Start({"params": {"w": np.float32(params)}}, meta or {}, {}), program, [data], Path("w"))
+    held = {"base": np.float32(changed.get("base", 1.0)), "w": np.float32(params)}
+    reference.precompute(c, Start({"params": held}, meta or {}, {}), program, [data], Path("w"))
   return asked[0], made[0]
 
 
 @pytest.mark.parametrize("changed", [{}, dict(temperature=0.5), dict(compute="bfloat16"), dict(spec="9 layers"),
-                                     dict(rows=8), dict(w=3.5)])
+                                     dict(rows=8), dict(w=3.5), dict(base=1.5)])
 def test_log_probs_of_the_cache_are_those_of_the_same_computation(changed):
-  """By whatever could change a bit of them: parameters, model, precision, rows computed at a time, temperature."""
+  """By whatever could change a bit of them: parameters, model, precision, rows computed at a time, temperature; the
+  parameters also where they are the policy's, such as the base under adapters."""
   assert (asked_of(changed)[0] == asked_of()[0]) == (not changed)
 
 
