@@ -61,3 +61,10 @@ def test_an_evaluator_without_a_period_has_a_tenth_of_the_run(total, every):
 def test_what_happens_when_is_said():
   _, said = make(ckpt_steps=0)
   assert "log: every 5 steps" in said and any(line.startswith("ckpt: never") for line in said)
+
+
+def test_further_durations_are_shares_of_the_whole_run():
+  horizon, _ = make()
+  config = defaults().schedule
+  config.update(warmup_percent=25.0)
+  assert horizon.to_steps(config, "warmup") == horizon.total_steps // 4 == 5

@@ -6,6 +6,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
+from trainer.config import defaults
 from trainer.errors import ConfigError
 from trainer.horizon import Evaluation, Horizon
 from trainer.run import Run
@@ -23,11 +24,32 @@ class Batches:
 
 
 def test_the_wait_for_each_batch_is_counted_once():
-  waited = []
-  run = types.SimpleNamespace(chrono=types.SimpleNamespace(waited=waited.append), end_with_data=lambda: None)
+  waited, looked = [], []
+  run = types.SimpleNamespace(chrono=types.SimpleNamespace(waited=waited.append),
+                              end_with_data=lambda: looked.append("whether the data end"))
   batches = Batches()
   batches_seen = [Run.next_batch(run, batches) for _ in range(4)]
   assert waited == [1.0, 2.0, 4.0] and batches_seen[2:] == [{"tokens": 7.0}, None]
+  assert looked == ["whether the data end"] * 3  # each batch may have shown it
+
+
+def test_what_a_run_begins_with(tmp_path):
+  """Its config as JSON, its last evaluation, a copy of what callbacks remember; it may be shorter than it was meant."""
+  (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval/a": 1.5}\n{"step": 4, "eval/a": 0.5}\n')
+  called, remembered, config = [], {"mine": 1}, defaults()
+  config.seed = 7
+  run = types.SimpleNamespace(config=config, workdir=tmp_path, step=3, remembered=remembered,
+                              end_with_data=lambda: called.append("whether the data end"))
+  Run.__post_init__(run)
+  assert run.config_json["seed"] == 7 and run.last_eval == (2, {"eval/a": 1.5})
+  assert run.remembered == remembered and run.remembered is not remembered and called == ["whether the data end"]
+
+
+def test_what_is_being_saved_is_finished_and_then_writers_are_closed():
+  called = []
+  saves, rows = (types.SimpleNamespace(close=lambda name=name: called.append(name)) for name in ("saves", "rows"))
+  Run.close(types.SimpleNamespace(checkpoints=saves, writer=rows))
+  assert called == ["saves", "rows"]
 
 
 def test_metrics_of_a_step_are_fetched_when_the_next_is_dispatched_and_once():

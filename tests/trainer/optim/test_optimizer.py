@@ -477,15 +477,24 @@ def test_each_array_and_each_step_is_rounded_by_bits_of_its_own():
 
 def test_matrices_of_a_wider_model_learn_slower_and_decay_as_much():
   """Yang et al. 2022 (arXiv 2203.03466, table 8), at four times the width: rate / 4, rate × decay unchanged."""
-  narrow = make(weight_decay=0.5, lr_mults=(("/q/", 0.5),)).rules
+  _at_another_width({}, lambda path: 4 if path.startswith("blocks/") and path.endswith("kernel") else 1)
+
+
+def test_a_wider_model_by_muon_learns_slower_by_the_root_and_what_adam_serves_of_it_by_the_whole():
+  """A matrix that Muon leaves out has Adam's factor, 4, not Muon's, 2."""
+  _at_another_width(dict(name="muon", muon_exclude=("/q/",)), lambda path: (
+      4 if "/q/" in path else 2) if path.startswith("blocks/") and path.endswith("kernel") else 1)
+
+
+def _at_another_width(changed, factor):
+  narrow = make(weight_decay=0.5, lr_mults=(("/q/", 0.5),), **changed).rules
   config = defaults()
-  config.optimizer.update(weight_decay=0.5, lr_mults=(("/q/", 0.5),))
+  config.optimizer.update(weight_decay=0.5, lr_mults=(("/q/", 0.5),), **changed)
   config.schedule.update(name="constant", warmup_percent=-1.0)
   wide = optim.make_optimizer(config.optimizer, config.schedule, jax.eval_shape(lambda: tree(0)), total_steps=TOTAL,
                               to_steps=lambda cfg, prefix, default=None, where="": 0, width=4.0).rules
   for path, rules in wide.items():
-    hidden = path.startswith("blocks/") and path.endswith("kernel")
-    assert rules.lr_mult == narrow[path].lr_mult / (4 if hidden else 1), path
+    assert rules.lr_mult == narrow[path].lr_mult / factor(path), path
     assert rules.lr_mult * rules.wd_mult == narrow[path].lr_mult * narrow[path].wd_mult, path
 
 

@@ -152,6 +152,26 @@ def test_what_fails_or_hangs_costs_its_own_episode(prompts, tmp_path):
   assert rows_of(tmp_path / "w")[1]["rollout/timeouts"] == sum(line["reward"] is None for line in kinds[2])
 
 
+def test_episodes_that_are_alike_are_sampled_together_and_each_completion_is_its_own_episodes():
+  """Alike: of the same tokens, room and images. Two that are alike to the sample share a completion."""
+  def playing(sample, images=("a",), room=5, ids=(1, 2)):
+    return SimpleNamespace(ids=np.array(ids, np.int32), images=images, sample=sample, room=room, turns=0,
+                           prompt_length=len(ids), weights=np.zeros(len(ids)))
+
+  episodes = [playing(0), playing(1), playing(0, images=("b",)), playing(2, room=4), playing(0, ids=(1, 3)), playing(1)]
+  asked = Asked(lambda episode: episode.room, sees=True)
+  prompts, options = asked.ask(episodes)
+  assert [ids.tolist() for ids in prompts] == [[1, 2], [1, 2], [1, 2], [1, 3]]
+  assert (options["samples"], options["max_new_tokens"]) == ([[0, 1], [0], [2], [0]], [5, 5, 4, 5])
+  assert options["images"] == [["a"], ["b"], ["a"], ["a"]]
+  more = playing(0, ids=(9,))
+  assert [ids.tolist() for ids in asked.ask([more])[0]] == [[9]]
+  said = [SimpleNamespace(prompt=prompt, sample=sample) for prompt, sample in ((1, 0), (0, 1), (4, 0))]
+  assert [(episode is expected, completion) for (episode, completion), expected in zip(
+      asked.of(said), (episodes[2], episodes[1], episodes[5], more), strict=True)] == [
+          (True, said[0]), (True, said[1]), (True, said[1]), (True, said[2])]
+
+
 def test_what_was_said_last_and_never_run_has_no_experts():
   item = SimpleNamespace(prompt=SimpleNamespace(ids=np.arange(2), images=()), content="abc", number=0)
   episode = Playing(item, 0, Calls(None, True))

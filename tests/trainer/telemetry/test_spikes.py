@@ -1,6 +1,7 @@
 """Loss spikes: what is one, what is done, and that a killed run does the same."""
 
 import logging
+import math
 import types
 
 import jax
@@ -272,16 +273,25 @@ def test_a_run_goes_back_with_what_its_checkpoint_remembers_and_counts_on():
              writer=types.SimpleNamespace(write_scalars=lambda step, row: calls.append((step, row))),
              checkpoints=types.SimpleNamespace(
                  split=lambda state: (state, {"base": 1}), merge=lambda stored, left_out: stored | left_out,
-                 restore=lambda step, target: (calls.append(("restore", step)), types.SimpleNamespace(
-                     state=dict(saved), meta=meta))[1],
+                 restore=lambda step, target: (
+                     calls.append(("restore", step, {leaf.sharding for leaf in jax.tree.leaves(target)})),
+                     types.SimpleNamespace(state=dict(saved), meta=meta))[1],
                  forget_after=lambda step: calls.append(("forget after", step))))
   spikes.go_back(run, types.SimpleNamespace(seek=lambda step: calls.append(("seek", step))))
   assert run.remembered == {"mine": 1, "spikes": {"recent": CALM, "above": 0, "found": 4, "rollbacks": 2}}
   assert {name: int(value) for name, value in run.state.items()} == {
       "step": 36, "nonfinite": 2, "params": 3, "base": 1}
   assert run.step == 36 and run.go_back is None
-  assert calls == ["settle", ("restore", 24), ("forget after", 24), {"train": 7.0}, ("seek", 36),
+  # There is never room for two states; what was counted stays.
+  assert {name: leaf.is_deleted() for name, leaf in state.items()} == {"step": True, "params": True, "nonfinite": False}
+  assert calls == ["settle", ("restore", 24, {sharding}), ("forget after", 24), {"train": 7.0}, ("seek", 36),
                    (36, {"spikes/rollbacks": 2, "spikes/from_step": 24}), "on_rollback", "save"]
+
+
+def test_a_value_that_is_not_finite_is_none_to_compare_with():
+  run = fake()
+  feed(made := make(run), run, [math.inf, *CALM[:5], math.nan, -math.inf])
+  assert made._seen["recent"] == CALM[:5] and run.go_back is None
 
 
 @pytest.mark.parametrize("count", [9, 10])

@@ -74,6 +74,18 @@ def test_a_step_s_time_is_from_end_to_end_whenever_its_metrics_are_fetched(devic
   assert last["mfu"] == pytest.approx(6.0 * 50.0 / (1000.0 * jax.device_count()))
 
 
+def test_one_thread_waits_for_all_steps_and_ends_with_the_run(device):
+  device.dispatch(1)
+  thread = device.ends._thread
+  device.dispatch(2)
+  assert device.ends._thread is thread and thread.is_alive()
+  device.end(1, at=102.0)
+  device.end(2, at=104.0)
+  device.ends.close()
+  thread.join(30)
+  assert not thread.is_alive()
+
+
 def test_a_dispatch_that_returns_when_all_is_computed(device, clock):
   """As on CPU: step k is there before the metrics of k - 1 are fetched. Rows of metrics every two steps."""
   rows = []

@@ -81,3 +81,4 @@ def test_tensorboard_files_are_written_beside_jsonl(tmp_path):
   assert b"text" in events.read_bytes()
   writer.flush()
   writer.close()
+  assert all(one._file.closed for one in writer.writers)
