@@ -56,11 +56,14 @@ def test_a_module_reads_what_the_one_before_it_gave():
   np.testing.assert_array_equal(before[0], np.asarray(apply(last, batch).ahead)[0])
 
 
-def test_each_module_has_dropout_of_its_own(monkeypatch):
+def test_each_module_has_dropout_of_its_own_which_no_layer_has(monkeypatch):
   """All parameters but the norms' are 0: nothing passes but what stands in dropout's place, a draw of its key."""
   monkeypatch.setattr(blocks, "dropout", lambda y, rate, key: y + jax.random.uniform(key, y.shape))
   model, batch = tiny.model(mtp_layers=2, dropout=0.5), tiny.batch(2, 8)
   params = tree.unflatten({path: np.full(leaf.shape, float(path.endswith("norm/scale")), np.float32)
                            for path, leaf in tree.flatten(model.abstract_params()).items()})
-  first, second = jax.jit(functools.partial(model.apply, train=True))(params, batch, rng=jax.random.key(0)).ahead
+  made = jax.jit(functools.partial(model.apply, train=True))(params, batch, rng=jax.random.key(0))
+  first, second = made.ahead
   assert np.std(first) > 0.1 and np.abs(first - second).max() > 0.1
+  for module in made.ahead:  # of a layer's draws it would be some 0.6
+    assert abs(np.corrcoef(np.ravel(made.hidden), np.ravel(module))[0, 1]) < 0.3

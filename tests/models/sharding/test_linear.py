@@ -5,11 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sharding import linear
+from models.sharding import linear, logical_axes
 from models.sharding.linear import SplitKernel
 from trainer.distributed import mesh as mesh_lib
 
 pytestmark = pytest.mark.devices(8)
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(data=2, fsdp=4), dict(data=8), dict(
+    fsdp=4, context=2)], ids=str)
+def test_gradients_of_an_unembedding_are_sums_over_all_tokens(sizes):
+  """Of which devices that hold the same part of it have some each."""
+  rng = np.random.default_rng(1)
+  x, g = (jnp.asarray(rng.integers(-4, 5, shape), jnp.float32) for shape in ((8, 8, 16), (8, 8, 24)))
+  with logical_axes.placed(mesh_lib.make_placement(mesh_lib.make_mesh(sizes))):
+    dw = jax.jit(lambda x, g: linear.kernel_gradient(x, g, ("embed", "vocab")))(x, g)
+  np.testing.assert_array_equal(dw, np.einsum("btk,btn->kn", x, g))
 
 
 @pytest.mark.parametrize("names", [(None, "mlp"), ("mlp", None), (None, None)])
