@@ -174,6 +174,15 @@ def test_a_mismatched_completion_never_costs_its_example():
   assert units.summed == 3 + 5 + 4 + 4 + 3 + 6
 
 
+@pytest.mark.parametrize("share, expected", [(False, [5.0, 6.0, 1.0, 2.0]), (True, [0.0, 5.0, 6.0, 0.0, 1.0, 2.0])])
+def test_each_part_has_its_own_number_and_a_shared_prompt_none(share, expected):
+  """Advantages, or margins of graded pairs."""
+  source = alike_source([[(2, 3), (2, 4)]] * 3)._replace(advantages=np.arange(1, 7, dtype=np.float32))
+  units = Units(source, 24, "truncate_end", 1.0, share)
+  parts = units.parts(Pieces(np.zeros(2, np.int64), np.array([2, 0]), *np.zeros((2, 2), np.int64)))
+  assert units.shares == share and parts.advantages.tolist() == expected
+
+
 def test_the_fingerprint_is_that_of_what_is_kept():
   long = [[(2, 3), (2, 3)], [(2, 9), (2, 7)]]
   prints = [fit(long, n).fingerprint for n in (13, 14, 15, 20, 21)]
