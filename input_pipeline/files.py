@@ -159,9 +159,9 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
   usable = sorted(f for f in files if matches(f.name))
   if not usable:
     what = f"only {_some(f.name for f in files)}" if files else "no files"
-    kinds = {_type_of(f.name) for f in files} - {""}
-    raise DataError(f"{key}: {entry!r} has {what}; expected {expected}."
-                    + "".join(f" Set {key[:-4]}type={kind!r} to read these." for kind in kinds if len(kinds) == 1))
+    kind, *others = {_type_of(f.name) for f in files} - {""} or {""}
+    hint = f" Set {key[:-4]}type={kind!r} to read these." if kind and not others and kind not in expected else ""
+    raise DataError(f"{key}: {entry!r} has {what}; expected {expected}.{hint}")
   if len(usable) < len(files):
     logging.info("%s: %r has %d other files, which are not read.", key, entry, len(files) - len(usable))
   return usable

@@ -140,6 +140,9 @@ def test_another_type_says_which_one_reads_a_file_of_this_name(kind, name, right
 def test_text_is_read_from_files_of_other_types_that_are_text_and_rows_from_a_name_in_capitals(tmp_path):
   (tmp_path / "a.csv").write_text("a,b\n")
   assert records("text", tmp_path / "a.csv") == [{"text": "a,b\n"}]
+  (tmp_path / "in").mkdir()
+  (tmp_path / "in" / "B.JSONL").write_text("")
+  fails("has only B.JSONL; expected a .jsonl .* behind it[.]$", "jsonl", tmp_path / "in")
   (tmp_path / "B.JSONL").write_text('{"text": "b"}\n')
   assert records("jsonl", tmp_path / "B.JSONL") == [{"text": "b"}]
 
