@@ -244,6 +244,28 @@ def test_a_cache_for_bfloat16_holds_its_numbers_in_float32_on_cpu():
     np.testing.assert_array_equal(a, b.astype(jnp.float32))
 
 
+@pytest.mark.parametrize("recurrent", [QWEN3_NEXT, GRANITE4], ids=["delta", "mamba"])
+def test_a_recurrent_layer_takes_one_token_after_another_as_all_at_once(recurrent):
+  """With a convolution over more inputs than one token brings: what is kept of them moves on."""
+  kind = "delta" if recurrent is QWEN3_NEXT else "mamba"
+  model = make(**{**recurrent, "num_layers": 1, "layer_pattern": (kind,)})
+  params, texts = random_params(model), np.random.default_rng(2).integers(0, VOCAB, (2, 6)).astype(np.int32)
+  whole = np.asarray(jax.jit(model.apply)(params, dict(tokens=texts)).hidden)
+  cache, decode = model.empty_cache(2, 6), decode_of(model)
+  for at in range(6):
+    hidden, cache = decode(params, texts[:, at], np.ones(2, bool), cache)
+    np.testing.assert_allclose(hidden, whole[:, at], atol=1e-5)
+
+
+def test_what_chooses_and_what_scales_is_not_rounded_for_decoding():
+  model = make(compute_dtype=jnp.bfloat16, num_layers=1, moe=dict(num_experts=4, expert_size=8))
+  read = jax.eval_shape(model.decoding_params, model.abstract_params())
+  dtypes = {path: leaf.dtype for path, leaf in tree.flatten(read["blocks"][0]).items()}
+  wide = {path for path, dtype in dtypes.items() if dtype == jnp.float32}
+  assert wide == {path for path in dtypes if "router" in path or path.endswith("/scale")} and len(wide) >= 3
+  assert {dtypes[path] for path in dtypes.keys() - wide} == {jnp.dtype("bfloat16")}
+
+
 @pytest.mark.parametrize("options", [
     dict(num_layers=2, qkv_bias=True, mlp_bias=True), dict(moe=dict(num_experts=4, expert_size=8)),
 ])
