@@ -176,22 +176,21 @@ def _chunk(s: Fixture) -> int:
 def batch_sizes(s: Fixture) -> float:
   """I6: the loss of an evaluation of the rows, 1, 3 and all at a time, the last batch filled up.
 
-  A log-prob is rounded as its logits are, however small the loss, and the mean of N has 1/√N of the roundings: what the
-  losses differ by is divided by the loss if that is above 1, and is that of 1,000 tokens where there are fewer.
+  Of all of their tokens, trained or not: the roundings of a few tokens' log-probs do not average out.
   """
   if mesh_lib.batch_shards(s.mesh) > 1:
     raise Skip("batches of one row would not fill the mesh")
   _need_tokens(s)
   row_sums = jax.jit(loss_evaluator._make_row_sums(s.model))
   params, rows = s.place(s.params, s.mesh), len(s.batch["tokens"])
-  losses = []
+  losses, whole = [], s.batch | {"loss_weights": (np.asarray(s.batch["segment_ids"]) > 0).astype(np.float32)}
   with mesh_lib.activation_rules(s.mesh, s.config.activation_rules):
     for size in sorted({1, min(3, rows), rows}):
-      batch = padded(s.batch, size)
+      batch = padded(whole, size)
       sums = sum(np.asarray(row_sums(params, {key: part[i:i + size] for key, part in batch.items()}), np.float64).sum(0)
                  for i in range(0, len(batch["tokens"]), size))
       losses.append(sums[0] / sums[2])
-  return float(max(losses) - min(losses)) / max(1.0, abs(losses[0])) * min(1.0, (sums[2] / 1000) ** 0.5)
+  return float(max(losses) - min(losses)) / abs(losses[0])
 
 
 def at_the_reference(s: Fixture) -> float:
