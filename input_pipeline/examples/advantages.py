@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BASELINES = ("group", "leave_one_out", "batch", "none")
 SCALES = ("group", "batch", "none")
+COMBINATIONS = ("sum_then_normalize", "normalize_then_sum")
 # Added to standard deviations, as in TRL.
 EPSILON = 1e-4
 # Rewards this close together, relative to the larger of 1 and the largest of them, are equal but for rounding.
@@ -24,6 +25,11 @@ _ROUNDING = 1e-6
 def kinds(cfg: Any) -> tuple[str, str]:
   """(baseline, scale) of a strategy: its options of these names, or else the group's mean and no scale."""
   return cfg.baseline if "baseline" in cfg else "group", cfg.scale if "scale" in cfg else "none"
+
+
+def apart(cfg: Any) -> bool:
+  """Whether each function's rewards are compared by themselves (`normalized_sum`), rather than their sum."""
+  return "combine" in cfg and cfg.combine == "normalize_then_sum"
 
 
 def combine(values_PxGxK: np.ndarray, weights_K: np.ndarray, failed_PxGxK: np.ndarray) -> np.ndarray:
@@ -43,6 +49,30 @@ def combine(values_PxGxK: np.ndarray, weights_K: np.ndarray, failed_PxGxK: np.nd
   rewards_PxG = np.sum(np.where(given_PxGxK, values_PxGxK, 0.0) * weights_K, axis=-1)
   has_reward_PxG = given_PxGxK.any(axis=-1) & ~np.asarray(failed_PxGxK)[..., counted_K].any(axis=-1)
   return np.where(has_reward_PxG, rewards_PxG, np.nan)
+
+
+def normalized_sum(values_PxGxK: np.ndarray, weights_K: np.ndarray, failed_PxGxK: np.ndarray) -> np.ndarray:
+  """What completions are worth if each function is compared by itself, so that none drowns the others: the weighted sum
+  of its advantages, with baseline and scale group (GDPO, arXiv 2601.05242).
+
+  Args: as of `combine`.
+
+  Returns:
+    float64 [P, G], NaN where `combine` gives none; its sum over a group is 0. Exactly 0 in a group where nothing
+    differs, or what differs cancels but for rounding.
+  """
+  without_PxG = np.isnan(combine(values_PxGxK, weights_K, failed_PxGxK))
+  sum_PxG = np.zeros(without_PxG.shape)
+  for k in np.flatnonzero(weights_K):
+    own_PxG = np.where(without_PxG, np.nan, np.asarray(values_PxGxK, np.float64)[..., k])
+    sum_PxG += weights_K[k] * np.nan_to_num(_advantages(own_PxG, "group", "group"))
+  return np.where(without_PxG, np.nan, np.where(zero_spread(sum_PxG)[:, None], 0.0, sum_PxG))
+
+
+def normalized(worth_PxG: np.ndarray) -> np.ndarray:
+  """The advantages, float32 [P, G], of what `normalized_sum` says: over the standard deviation of all of it, plus 1e-4
+  (the mean that GDPO also subtracts is 0)."""
+  return _advantages(worth_PxG, "none", "batch").astype(np.float32)
 
 
 def zero_spread(rewards_PxG: np.ndarray) -> np.ndarray:
@@ -74,7 +104,11 @@ def advantages(rewards_PxG: np.ndarray, baseline: str, scale: str) -> np.ndarray
   """
   if problem := mismatch(baseline, scale):
     raise ValueError(problem)
-  rewards_PxG = np.asarray(rewards_PxG, np.float64)
+  return _advantages(np.asarray(rewards_PxG, np.float64), baseline, scale).astype(np.float32)
+
+
+def _advantages(rewards_PxG: np.ndarray, baseline: str, scale: str) -> np.ndarray:
+  """As `advantages`, of and in float64."""
   given_PxG = ~np.isnan(rewards_PxG)
   r_PxG = np.where(given_PxG, rewards_PxG, 0.0)
   count_Px1, sum_Px1 = given_PxG.sum(axis=1, keepdims=True), r_PxG.sum(axis=1, keepdims=True)
@@ -97,11 +131,11 @@ def advantages(rewards_PxG: np.ndarray, baseline: str, scale: str) -> np.ndarray
     values_PxG = values_PxG / (_deviation(r_PxG, given_PxG, axis=1) + EPSILON)
   elif scale == "batch":
     values_PxG = values_PxG / (_deviation(r_PxG, given_PxG, axis=None) + EPSILON)
-  return np.where(given_PxG, np.where(equal_Px1, 0.0, values_PxG), np.nan).astype(np.float32)
+  return np.where(given_PxG, np.where(equal_Px1, 0.0, values_PxG), np.nan)
 
 
-def mismatch(baseline: str, scale: str) -> str:
-  """Why these two cannot be used together, with what to use; empty if they can.
+def mismatch(baseline: str, scale: str, combine: str = "sum_then_normalize") -> str:
+  """Why these cannot be used together, with what to use; empty if they can.
 
   Dividing by the deviation of rewards that are all equal, which is 0, must have nothing to divide.
   """
@@ -115,12 +149,22 @@ def mismatch(baseline: str, scale: str) -> str:
   if scale == "batch" and baseline == "none":
     return ("scale is 'batch' with baseline 'none': rewards that are all equal would be divided by 0. Use another "
             "baseline, or scale 'none'.")
+  if combine not in COMBINATIONS:
+    return f"combine is {combine!r}; allowed: {', '.join(COMBINATIONS)}."
+  if combine == "normalize_then_sum" and not baseline == scale == "group":
+    return (f"combine is 'normalize_then_sum' with baseline {baseline!r} and scale {scale!r}: it compares each reward "
+            "with its mean in the group, divides by the deviation there, and the sum by that over the rollout. Use "
+            "'group' for both.")
   return ""
 
 
 def statistics(names: Sequence[str], values_PxGxK: np.ndarray, failed_PxGxK: np.ndarray, abstained_PxGxK: np.ndarray,
-               rewards_PxG: np.ndarray, advantages_PxG: np.ndarray) -> dict[str, "Mean"]:
+               rewards_PxG: np.ndarray, advantages_PxG: np.ndarray, worth_PxG: np.ndarray | None = None
+               ) -> dict[str, "Mean"]:
   """Metrics of a rollout by TRL's names, as sums with weights (trainer.metrics.Mean of floats).
+
+  Args:
+    worth_PxG: what advantages compare, `normalized_sum` say; None: the rewards.
 
   Returns:
     reward: mean over completions with a reward; reward_std: mean over groups with two rewards or more of the standard
@@ -144,7 +188,7 @@ def statistics(names: Sequence[str], values_PxGxK: np.ndarray, failed_PxGxK: np.
   metrics = {
       "reward": mean(rewards_PxG, given_PxG),
       "reward_std": mean(spread_P, several_P),
-      "frac_reward_zero_std": mean(zero_spread(rewards_PxG), several_P),
+      "frac_reward_zero_std": mean(zero_spread(rewards_PxG if worth_PxG is None else worth_PxG), several_P),
       "frac_without_reward": mean(~given_PxG, there_PxG),
       "advantage/abs_mean": mean(np.abs(advantages_PxG), ~np.isnan(advantages_PxG)),
   }

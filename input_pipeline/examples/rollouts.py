@@ -260,6 +260,10 @@ class RolloutEncoder(SidesEncoder):
     """Refuses what rows cannot tell. (Not at the beginning: prompts to sample for are read by their texts alone.)"""
     if problem := advantages.mismatch(*self._kinds):
       raise ConfigError(f"strategy: {problem}")
+    if advantages.apart(self._config.strategy):
+      raise ConfigError("strategy.combine is 'normalize_then_sum', but the responses are in the data "
+                        "(rollout.num_prompts=0), whose rewards are one number each, and rows are prepared before "
+                        "there are batches. Use 'sum_then_normalize', or sample the responses (rollout.num_prompts).")
     for key, value in zip(("baseline", "scale"), self._kinds, strict=True):
       if value == "batch":
         raise ConfigError(f"strategy.{key} is 'batch', but the responses are in the data (rollout.num_prompts=0), "

@@ -34,8 +34,9 @@ class ScoredGroup(NamedTuple):
   values: np.ndarray
   failed: np.ndarray
   abstained: np.ndarray
-  # Combined, [G], and whether they are all equal.
+  # Combined, [G]; what advantages compare, these or `advantages.normalized_sum`; whether all of that is equal.
   rewards: np.ndarray
+  worth: np.ndarray
   zero_spread: bool
 
 
@@ -50,10 +51,13 @@ class TrainingSamples(NamedTuple):
   counts: dict[str, float]
 
 
-def sequences(groups: list[ScoredGroup], baseline: str, scale: str, mask_truncated: bool) -> TrainingSamples:
+def sequences(groups: list[ScoredGroup], baseline: str, scale: str, mask_truncated: bool, apart: bool = False
+              ) -> TrainingSamples:
   """Every completion with its advantage, a unit each; left out are those without a reward, and with `mask_truncated`
-  those that were cut off (which count in their group's mean)."""
-  advantages_PxG = advantages_lib.advantages(np.stack([group.rewards for group in groups]), baseline, scale)
+  those that were cut off (which count in their group's mean). `apart`: baseline and scale are in `worth` already."""
+  worth_PxG = np.stack([group.worth for group in groups])
+  advantages_PxG = (advantages_lib.normalized(worth_PxG) if apart else
+                    advantages_lib.advantages(worth_PxG, baseline, scale))
   units, masked, without = [], 0, 0
   for group, advantages_G in zip(groups, advantages_PxG, strict=True):
     for episode, advantage in zip(group.episodes, advantages_G.tolist(), strict=True):
@@ -172,7 +176,7 @@ def metrics(names: tuple[str, ...], kept: list[ScoredGroup], replaced: list[Scor
   advantages_PxG[:len(kept)] = samples.advantages
   columns = ("values", "failed", "abstained", "rewards")
   parts = (np.stack([getattr(group, column) for group in groups]) for column in columns)
-  found = advantages_lib.statistics(names, *parts, advantages_PxG)
+  found = advantages_lib.statistics(names, *parts, advantages_PxG, np.stack([group.worth for group in groups]))
   lengths = np.array([e.trajectory.weights.sum() for group in groups for e in group.episodes])
   reasons = np.array([e.trajectory.finish_reason for group in groups for e in group.episodes])
   ended = reasons == "stop"

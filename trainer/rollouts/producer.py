@@ -150,7 +150,7 @@ class Producer:
     self._held = Held() if c.carry_over and c.in_flight else None
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._strategy, mask_truncated = strategies.of(config), c.mask_truncated
-    self._compares_all = True
+    self._compares_all, self._apart = True, advantages_lib.apart(config.strategy)
     if not self._strategy.rewarded:
       self._select = lambda groups: groups_lib.every(groups, mask_truncated)
     elif self._strategy.critic:
@@ -159,7 +159,7 @@ class Producer:
       self._compares_all = not mask_truncated
       self._select = lambda groups: groups_lib.pairs(groups, config.seq_len, mask_truncated)
     else:
-      how = (*advantages_lib.kinds(config.strategy), mask_truncated)
+      how = (*advantages_lib.kinds(config.strategy), mask_truncated, self._apart)
       self._select = lambda groups: groups_lib.sequences(groups, *how)
     self._sampling = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
     self.sampler = make_sampler(config, policy.model, policy.mesh, workdir)
@@ -361,11 +361,13 @@ class Producer:
       broken = np.array([[e.failed for e in group] for group in episodes])
       more.append((own[..., None], broken[..., None], (np.isnan(own) & ~broken)[..., None]))
     values, failed, abstained = (np.concatenate(parts, axis=2) for parts in zip(found, *more, strict=True))
-    rewards_PxG = advantages_lib.combine(values, self._weights, failed)
-    equal = advantages_lib.zero_spread(rewards_PxG if self._compares_all else np.stack([
+    rewards_PxG = worth_PxG = advantages_lib.combine(values, self._weights, failed)
+    if self._apart:
+      worth_PxG = advantages_lib.normalized_sum(values, self._weights, failed)
+    equal = advantages_lib.zero_spread(worth_PxG if self._compares_all else np.stack([
         groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
     self._clock["rewards"] += time.perf_counter() - began
-    rows = zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)
+    rows = zip(items, episodes, values, failed, abstained, rewards_PxG, worth_PxG, equal, strict=True)
     return [ScoredGroup(*row) for row in rows]
 
   def _metrics(self, groups: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples

@@ -72,11 +72,14 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   rng = None if cfg.disable_dropout else rng
   stats, out = sequences.token_stats(model, params, batch, rng, ("logprob", "entropy"), cfg.temperature)
   found = ratios(stats.logprob, batch, cfg.ratio)
-  policy = policy_term(found.ratio, advantages_of(batch), found.logprob, cfg)
+  policy, drifted = policy_term(found.ratio, advantages_of(batch), found.logprob, cfg), {}
+  if cfg.off_policy_mask_threshold:
+    kept_BxT, drifted = off_policy_mask(found, batch, cfg.off_policy_mask_threshold)
+    policy = policy._replace(losses=kept_BxT * policy.losses)
   ref_BxT = sequences.reference_logprobs(model, batch, reference, cfg.temperature) if needs_reference(cfg) else None
   total, metrics = objective(policy, found, stats.entropy, ref_BxT, batch, cfg)
   return ({"loss": total, **out.losses},
-          metrics | clip_metrics(policy, found.mask, batch, cfg.clip) | out.metrics)
+          metrics | drifted | clip_metrics(policy, found.mask, batch) | out.metrics)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -165,6 +168,24 @@ def correction(mismatch_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, ja
   return (spread(weight, batch) if level == "sequence" else weight), metrics
 
 
+def off_policy_mask(found: Ratios, batch: Mapping[str, jax.Array], threshold: float
+                    ) -> tuple[jax.Array, dict[str, Any]]:
+  """(0.0 on tokens of completions that are worse than others and that the policy would hardly say any more, else 1.0,
+  [B, T]; metrics).
+
+  Such is a sequence with A < 0 whose mean of log q - log p over trained tokens is above `threshold` (DeepSeek-V3.2,
+  arXiv 2512.02556, eq. 9); of log p_old where q is not known. Divisors of the loss stay what they are.
+  """
+  sampled_BxT = batch.get("behavior_logprobs", found.old)
+  sampled_BxT = jnp.where(jnp.isnan(sampled_BxT), found.old, sampled_BxT)
+  drift_BxT = jnp.where(found.mask > 0, sampled_BxT - jax.lax.stop_gradient(found.logprob), 0.0)
+  count_BxS = sequences.segment_sums(found.mask, batch)
+  mean_BxS = sequences.segment_sums(drift_BxT, batch) / jnp.maximum(count_BxS, 1.0)
+  dropped_BxS = ((batch["advantages"] < 0) & (mean_BxS > threshold)).astype(jnp.float32)
+  metrics = {"policy/off_policy_masked": Mean.of(dropped_BxS, (count_BxS > 0).astype(jnp.float32))}
+  return 1.0 - spread(dropped_BxS, batch), metrics
+
+
 def sequence_ratio(difference_BxT: jax.Array, mask_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """GSPO's ratio (arXiv 2507.18071, eq. 7): exp of the mean of log p - log p_old over the sequence's trained tokens.
 
@@ -179,10 +200,14 @@ def policy_term(ratio_BxT: jax.Array, advantage_BxT: jax.Array, logp_BxT: jax.Ar
 
   ppo: -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347, eq. 7); with clip_dual no more than
   -clip_dual · A where A < 0 (arXiv 1912.09729). cispo: -sg(min(ρ, clip_high)) A log p (arXiv 2506.13585, eq. 4).
-  none: -ρ A.
+  sapo: -4/τ sigmoid(τ (ρ - 1)) A, whose gradient fades away from ρ = 1, where it is that of -ρ A; τ is of A's sign
+  (arXiv 2511.20347). none: -ρ A.
   """
   if cfg.clip == "none":
     return Policy(-ratio_BxT * advantage_BxT)
+  if cfg.clip == "sapo":
+    temperature_BxT = jnp.where(advantage_BxT > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+    return Policy(-4.0 / temperature_BxT * jax.nn.sigmoid(temperature_BxT * (ratio_BxT - 1.0)) * advantage_BxT)
   if cfg.clip == "cispo":
     weight_BxT = jax.lax.stop_gradient(jnp.minimum(ratio_BxT, cfg.clip_high))
     return Policy(-weight_BxT * advantage_BxT * logp_BxT, high=ratio_BxT > cfg.clip_high)
@@ -245,11 +270,11 @@ def _extreme(values: jax.Array, where: jax.Array, sign: int = 1) -> Max:
   return Max(jnp.max(jnp.where(where > 0, sign * values, -jnp.inf)), jnp.sum(where.astype(jnp.float32)), sign)
 
 
-def clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array], clip: str) -> dict[str, Any]:
+def clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array]) -> dict[str, Any]:
   """Shares of trained tokens whose ratio is bounded; `low_min` and `high_max`: of those of a sequence."""
-  if clip == "none":
+  if policy.high is None:
     return {}
-  if clip == "cispo":
+  if policy.low is None:
     return {"cispo_clip_ratio": Mean.of(policy.high, mask_BxT)}
   count_BxS = sequences.segment_sums(mask_BxT, batch)
 
@@ -300,20 +325,30 @@ GRPO = Strategy(
     loss, data="rollouts", rollout_keys=("advantages", "behavior_logprobs", "old_logprobs"), fill_in=presets.fill_in,
     needs_reference=needs_reference, check=presets.check, token_numbers=token_numbers, headline=OF_ROLLOUTS,
     options=dict(
-        # grpo | dapo | dr_grpo | gspo | cispo | rloo | reinforce++ | astrai
+        # grpo | dapo | dr_grpo | gspo | cispo | sapo | luspo | gdpo | rloo | reinforce++ | astrai
         preset="grpo",
         # token | sequence: of what the ratio between the policy now and when it sampled is (sequence: GSPO).
         ratio=str,
         # ppo: the ratio counts between 1 - clip_low and 1 + clip_high. cispo: up to clip_high, as a weight without a
-        # gradient. none. `clip_dual` bounds the ratio where the advantage is negative; 0: it does not.
+        # gradient. sapo: a gate that closes softly away from 1, the sooner the higher sapo_temperature_pos, and
+        # sapo_temperature_neg where the advantage is not positive. none. `clip_dual` bounds the ratio where the
+        # advantage is negative; 0: it does not.
         clip=str,
         clip_low=float,
         clip_high=float,
         clip_dual=float,
+        sapo_temperature_pos=float,
+        sapo_temperature_neg=float,
+        # Leaves out completions with a negative advantage whose log-prob, in the mean over their tokens, has fallen by
+        # more than this since they were sampled (nats, 0.5 say; DeepSeek-V3.2); 0: none.
+        off_policy_mask_threshold=0.0,
         # token: the mean over tokens. sequence: the mean over completions of their means. constant: the sum over
         # completions × `aggregate_length` (default: rollout.max_new_tokens).
         aggregate=str,
         aggregate_length=int,
+        # Several rewards: sum_then_normalize: what is compared is their weighted sum. normalize_then_sum: each is
+        # compared by itself, and the weighted sum of that divided by its deviation over the rollout (GDPO).
+        combine=str,
         # Advantage: (reward - baseline) / scale. group | leave_one_out | batch | none; group | batch | none: a
         # standard deviation.
         baseline=str,

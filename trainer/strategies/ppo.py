@@ -59,7 +59,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   metrics["value/mean"] = Mean.of(values_BxT, found.mask)
   if cfg.value_clip:
     metrics["value/clip_ratio"] = Mean.of(clipped_BxT, found.mask)
-  metrics |= grpo.clip_metrics(policy, found.mask, batch, "ppo")
+  metrics |= grpo.clip_metrics(policy, found.mask, batch)
   terms = {"loss": total, "critic_loss": Mean.of(cfg.value_coef * losses_BxT, found.mask), **out.losses}
   of_critic = {f"{critic.NAME}/{name}": term for name, term in judged.losses.items()}
   shown = {f"{critic.NAME}/{name}": metric for name, metric in judged.metrics.items()}

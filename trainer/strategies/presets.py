@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, one_of
 from trainer.strategies import sequences
 
 RATIOS = ("token", "sequence")
-CLIPS = ("ppo", "cispo", "none")
+CLIPS = ("ppo", "cispo", "sapo", "none")
 AGGREGATES = ("token", "sequence", "constant")
 ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -25,6 +25,9 @@ _CLIP_BOUNDS = {
     ("ppo", "sequence"): dict(clip_low=3e-4, clip_high=4e-4, clip_dual=0.0),
     ("cispo", "token"): dict(clip_high=5.0),
     ("cispo", "sequence"): dict(clip_high=5.0),
+    # The paper's, where the ratio is of a token.
+    ("sapo", "token"): dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05),
+    ("sapo", "sequence"): dict(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05),
 }
 # What a rollout has where neither the config nor a preset says it.
 ROLLOUT = dict(group_size=8, resample=0)
@@ -33,7 +36,7 @@ ROLLOUT = dict(group_size=8, resample=0)
 def _strategy(**changed: Any) -> dict[str, Any]:
   """GRPO as DeepSeekMath has it (arXiv 2402.03300, eq. 3), but for the divergence; `changed`: what others do."""
   options = dict(
-      ratio="token", clip="ppo", aggregate="sequence", baseline="group", scale="group",
+      ratio="token", clip="ppo", aggregate="sequence", combine="sum_then_normalize", baseline="group", scale="group",
       # The paper has 0.04. With 0 no reference is kept, as in TRL and in the later recipes.
       kl_coef=0.0,
       # Unbiased, and never negative for a token.
@@ -53,6 +56,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "gspo": dict(strategy=_strategy(ratio="sequence"), rollout={}),
     # arXiv 2506.13585.
     "cispo": dict(strategy=_strategy(clip="cispo", aggregate="token"), rollout={}),
+    # arXiv 2511.20347.
+    "sapo": dict(strategy=_strategy(clip="sapo"), rollout={}),
+    # arXiv 2602.05261: GSPO with the completion's sum over tokens, hence a length of 1 to divide by.
+    "luspo": dict(strategy=_strategy(ratio="sequence", aggregate="constant", aggregate_length=1), rollout={}),
+    # arXiv 2601.05242.
+    "gdpo": dict(strategy=_strategy(combine="normalize_then_sum"), rollout={}),
     # arXiv 2402.14740: a sum over tokens, hence a length of 1 to divide by.
     "rloo": dict(strategy=_strategy(clip="none", aggregate="constant", aggregate_length=1, baseline="leave_one_out",
                                     scale="none", kl_coef=0.05, kl="k2", kl_corrected=False), rollout={}),
@@ -95,7 +104,7 @@ def fill_in(config: ConfigDict) -> list[str]:
 def _fill_strategy(config: ConfigDict, preset: dict[str, Any], decided: list[str]) -> list[str]:
   """Fills in `config.strategy`; adds to `decided`, and returns what the preset did not decide."""
   options, rollout = config.strategy, config.rollout
-  keys = ["ratio", "clip", "aggregate", "baseline", "scale", "kl_coef", "entropy_coef"]
+  keys = ["ratio", "clip", "aggregate", "combine", "baseline", "scale", "kl_coef", "entropy_coef"]
   decided += _fill(config, "strategy", {key: preset[key] for key in keys})
   bounds = _CLIP_BOUNDS.get((options.clip, options.ratio), {})
   is_of_preset = (options.clip, options.ratio) == (preset["clip"], preset["ratio"])
@@ -146,9 +155,12 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
   for key, allowed in (("preset", tuple(PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
                        ("aggregate", AGGREGATES)):
     one_of(f"strategy.{key}", cfg[key], allowed)
-  if problem := advantages.mismatch(cfg.baseline, cfg.scale):
+  if problem := advantages.mismatch(cfg.baseline, cfg.scale, cfg.combine):
     raise ConfigError(f"strategy: {problem}")
   _check_clip(cfg)
+  if not 0 <= cfg.off_policy_mask_threshold < math.inf:
+    raise ConfigError(f"strategy.off_policy_mask_threshold is {cfg.off_policy_mask_threshold}; it is a mean of "
+                      "log-ratios, in nats: above 0, 0.5 say, or 0, and no completion is left out.")
   if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
     raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
   check_common(cfg)
@@ -178,6 +190,10 @@ def _check_clip(cfg: Any) -> None:
                       "which is 1 for a policy that has not changed. Use 1 or more, 5.0 say.")
   if cfg.clip == "ppo":
     check_bounds(cfg)
+  for key in ("sapo_temperature_pos", "sapo_temperature_neg") if cfg.clip == "sapo" else ():
+    if not 0 < cfg[key] < math.inf:
+      raise ConfigError(f"strategy.{key} is {cfg[key]}; the gate is steeper the higher it is: it must be above 0, 1.0 "
+                        "say.")
 
 
 def check_bounds(cfg: Any) -> None:

@@ -104,6 +104,35 @@ def test_equal_rewards_of_a_whole_batch():
   np.testing.assert_array_equal(advantages.advantages(np.asarray([[NAN, 3.0]]), "batch", "batch"), [[NAN, 0.0]])
 
 
+def test_rewards_that_are_compared_apart():
+  """By TRL (make_grpo_references.py); by hand, of a group whose sums are equal, of functions that failed, abstained, or
+  have no weight; 0 to the bit where nothing differs."""
+  file = tiny.ROOT / "tests" / "trainer" / "strategies" / "grpo_references.npz"
+  with np.load(file) as found:
+    given, summed, apart = (found[key] for key in ("rewards", "advantages/sum_then_normalize",
+                                                   "advantages/normalize_then_sum"))
+  values, weights, none = given.reshape(3, 4, 2), np.asarray([1.0, 0.25]), np.zeros((3, 4, 2), bool)
+  # TRL's are of float32.
+  np.testing.assert_allclose(advantages.advantages(advantages.combine(values, weights, none), "group", "group"),
+                             summed.reshape(3, 4), atol=1e-5)
+  worth = advantages.normalized_sum(values, weights, none)
+  np.testing.assert_allclose(advantages.normalized(worth), apart.reshape(3, 4), atol=1e-5)
+  assert not worth[2].any() and not advantages.normalized(worth)[2].any()
+
+  values = np.asarray([[[0.0, 4.0, 9.0], [1.0, 3.0, 0.0], [4.0, 0.0, 0.0]]])
+  failed, weights = np.zeros(values.shape, bool), np.asarray([1.0, 1.0, 0.0])
+  # Of 0, 1, 4 the deviation is √(13/3); 4, 3, 0 are the same turned round, and their sum says nothing, to the bit.
+  assert not advantages.normalized_sum(values, weights, failed).any()
+  weights[1], deviation = 0.5, math.sqrt(13 / 3) + 1e-4
+  one = np.asarray([-5 / 3, -2 / 3, 7 / 3]) / deviation
+  np.testing.assert_allclose(advantages.normalized_sum(values, weights, failed), [one / 2], rtol=1e-12)
+  failed[0, 0, 1] = True  # no reward at all, and in no mean
+  values[0, 1, 0] = NAN  # abstained
+  half = 1.5 / (math.sqrt(4.5) + 1e-4)
+  np.testing.assert_allclose(advantages.normalized_sum(values, weights, failed), [[NAN, half / 2, -half / 2]],
+                             rtol=1e-12)
+
+
 def test_the_smallest_differences_that_count():
   """Relative to the larger of 1 and the largest reward."""
   spread = advantages.zero_spread(np.asarray([[0.0, 0.9e-6], [0.0, 1.1e-6], [100.0, 100.00009], [-100.0, -100.00011]]))

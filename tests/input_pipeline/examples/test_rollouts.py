@@ -21,9 +21,9 @@ USER = {"role": "user", "content": "Hi"}
 CHAT = "<|begin|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def configured(template="chatml", baseline="group", scale="none", prompt_key=None, **chat):
+def configured(template="chatml", baseline="group", scale="none", combine=None, prompt_key=None, **chat):
   config = defaults()
-  config.strategy = strategy("grpo", baseline=baseline, scale=scale)
+  config.strategy = strategy("grpo", baseline=baseline, scale=scale, combine=combine)
   config.rollout.prompt_key = prompt_key
   config.chat.update({"template": template, **chat})
   return config
@@ -163,6 +163,7 @@ def test_rows_that_are_refused(changed, message):
 @pytest.mark.parametrize("options, message", [
     (dict(scale="batch"), "strategy.scale is 'batch', but the responses are in the data"),
     (dict(baseline="batch"), "strategy.baseline is 'batch'"),
+    (dict(combine="normalize_then_sum"), "strategy.combine is 'normalize_then_sum', but the responses are in the data"),
     (dict(baseline="none", scale="group"), "scale is 'group' with baseline 'none'"),
     (dict(train_on="all"), "strategy 'grpo' trains completions"),
 ])

@@ -43,6 +43,7 @@ def chosen_by_configs():
   yield from (f"clip.{name}" for name in presets.CLIPS)
   yield from (f"aggregate.{name}" for name in presets.AGGREGATES)
   yield from (f"kl.{name}" for name in presets.ESTIMATORS)
+  yield from (f"combine.{name}" for name in advantages.COMBINATIONS)
   yield from (f"baseline.{name}" for name in advantages.BASELINES)
   yield from (f"scale.{name}" for name in advantages.SCALES)
   yield from (f"optimizer.{name}" for name in optim.NAMES)

@@ -37,7 +37,7 @@ def group(rewards, *, number=0, reasons=None, failed=None, abstained=None):
                     source=number % 2)
   episodes = [episode(prompt, range(10, 11 + i), reason) for i, reason in enumerate(reasons or ["stop"] * size)]
   return ScoredGroup(item, episodes, rewards[:, None], failed[:, None], abstained[:, None], rewards,
-                bool(advantages.zero_spread(rewards[None])[0]))
+                     rewards, bool(advantages.zero_spread(rewards[None])[0]))
 
 
 def test_each_completion_has_its_advantage_source_and_tokens():

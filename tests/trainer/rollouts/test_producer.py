@@ -106,7 +106,7 @@ class Goes:
 
 
 def make(reward_of, resample=0, names=("good",), weights=(1.0,), rewards=None, **changed):
-  """(producer, its sampler, its episodes) with groups of two; `reward_of(number, sample)`: NaN for none."""
+  """(producer, its sampler, its episodes) with groups of two; `reward_of(number, sample)`: NaN for none, or several."""
   made = Producer.__new__(Producer)
   prompts = SimpleNamespace(num_items=None, num_prompts=100, item=lambda number: PromptItem(
       Prompt(np.array([number], np.int32), f"prompt {number}", where=f"file:{number}"), "said", {"n": number},
@@ -114,7 +114,7 @@ def make(reward_of, resample=0, names=("good",), weights=(1.0,), rewards=None, *
   made._seed, made._prompts, made._group_size, made._resample = 7, prompts, 2, resample
   made._carries, made._max_staleness, made._kept_texts, made._shares, made._held = False, 0, 0, False, None
   made._has_environment, made._compares_all, made._shows = rewards is not None, True, False
-  made._strategy = strategies.find("grpo")
+  made._strategy, made._apart = strategies.find("grpo"), False
   made._select = lambda groups: producer_lib.groups_lib.sequences(groups, "group", "none", False)
   made._sampling = dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
   made.sampler, made.episodes = Sampler(), Episodes(rewards)
@@ -123,7 +123,7 @@ def make(reward_of, resample=0, names=("good",), weights=(1.0,), rewards=None, *
     numbers = [[int(text) for text in group.completions] for group in groups]
     assert [[ids[0] for ids in group.completion_ids] for group in groups] == [
         [100 * n + sample for sample, n in enumerate(of)] for of in numbers]  # what follows the prompt
-    values = np.array([[[reward_of(n, sample)] for sample, n in enumerate(group)] for group in numbers])
+    values = np.array([[np.atleast_1d(reward_of(n, sample)) for sample, n in enumerate(group)] for group in numbers])
     return SimpleNamespace(values=values, failed=np.zeros(values.shape, bool), abstained=np.isnan(values), messages=[])
 
   made.scorer = SimpleNamespace(names=names, weights=weights, score=score, close=lambda: None)
@@ -189,6 +189,22 @@ def test_groups_without_a_lesson_are_replaced_by_the_next_prompts(resample, aske
   assert found.metrics["episodes"] == 2 * found.drawn
 
 
+def test_what_teaches_nothing_is_seen_in_each_reward_where_they_are_compared_apart():
+  """1 + 0 and 0 + 1 are the same sum; of prompt 1 both rewards are equal, and it is replaced."""
+  def rewards_of(n, sample):
+    return (1.0, 1.0) if n == 1 else (float(sample), 2.0 * (1 - sample))
+
+  two = dict(names=("a", "b"), weights=(1.0, 0.5))
+  assert roll(make(rewards_of, 1, **two)).no_signal.equal
+  made = make(rewards_of, 1, _apart=True, _select=lambda groups:
+              producer_lib.groups_lib.sequences(groups, "group", "group", False, True), **two)
+  found = roll(made)
+  assert found.groups == [0, 2] and found.metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+  # ±(1/2) / √(1/2), half of it taken away again: ±√(1/8); and over the deviation of four such numbers, √(1/6).
+  np.testing.assert_allclose(found.experience.advantages, [-math.sqrt(3) / 2, math.sqrt(3) / 2] * 2, rtol=1e-3)
+  assert [line["reward"] for line in found.table] == [1, 1] * 2
+
+
 def test_where_the_last_attempt_leaves_too_few_those_without_a_lesson_fill_up():
   """Of 0, 1; 2, 3 and 4, 5 none teaches anything but 3; three attempts."""
   made = make(lambda n, sample: float(sample) if n == 3 else 1.0, 2)
@@ -235,10 +251,11 @@ def test_rewards_of_functions_and_of_an_environment_are_added_by_their_weights()
       for n in (0, 1)]
 
 
-@pytest.mark.parametrize("name, mask", [("grpo", True), ("grpo", False), ("dpo", True), ("dpo", False), ("ppo", True),
-                                        ("distill", True)])
-def test_a_producer_is_made_of_what_the_config_says(monkeypatch, name, mask):
-  asked = {}
+@pytest.mark.parametrize("name, mask, combine", [
+    ("grpo", True, None), ("grpo", False, "sum_then_normalize"), ("grpo", False, "normalize_then_sum"),
+    ("dpo", True, None), ("dpo", False, None), ("ppo", True, None), ("distill", True, None)])
+def test_a_producer_is_made_of_what_the_config_says(monkeypatch, name, mask, combine):
+  asked, more, apart = {}, {} if combine is None else {"combine": combine}, combine == "normalize_then_sum"
 
   def note(key, gives=None):
     return lambda *arguments: asked.update({key: arguments}) or gives
@@ -257,20 +274,21 @@ def test_a_producer_is_made_of_what_the_config_says(monkeypatch, name, mask):
                resample=6, environment="mine", mask_truncated=mask, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1,
                max_new_tokens=9, concurrent=False)
   config = SimpleNamespace(rollout=SimpleNamespace(**given), seed=7, seq_len=40,
-                           strategy=ConfigDict(dict(name=name, baseline="none", scale="rollout")))
+                           strategy=ConfigDict(dict(name=name, baseline="none", scale="rollout", **more)))
   made = Producer(config, prompts, producer_lib.Policy("model", "tokenizer", "mesh"), "workdir")
   (longest,), *limit = asked.pop("check")
   assert longest is items[1].prompt.ids and limit == [9, "rollout."]
   assert asked == dict(make_sampler=(config, "model", "mesh", "workdir"), Episodes=(config, "tokenizer", prompts),
                        make_scorer=(config, prompts), RewardModels=(config, "mesh"), Curriculum=(config, prompts))
   assert made.names == ("a", "b", "c", "environment") and made._weights.tolist() == [2.0, 3.0, 4.0, 1.0]
+  assert made._apart == apart
   assert made._sampling == dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
   assert [made._seed, made._prompts, made._carries, made._max_staleness, made._kept_texts, made._shares,
           made._group_size, made._resample] == [7, prompts, True, 5, 4, True, 3, 6]
   assert isinstance(made._held, Held) and made._shows and made._has_environment
   selected = made._select("groups")
   assert (selected, *asked["select"]) == dict(
-      grpo=("sequences", "groups", "none", "rollout", mask), dpo=("pairs", "groups", 40, mask),
+      grpo=("sequences", "groups", "none", "rollout", mask, apart), dpo=("pairs", "groups", 40, mask),
       ppo=("valued", "groups", mask), distill=("every", "groups", mask))[name]
   assert made._compares_all == (not (name == "dpo" and mask))  # of pairs those that are cut off are none
   for change in (dict(carry_over=False), dict(in_flight=False)):

@@ -40,7 +40,8 @@ def kept(script, num_prompts, resample):
       raise MoreIsAsked
     now, left[:] = left[:len(items)], left[len(items):]
     return [groups_lib.ScoredGroup(SimpleNamespace(number=j, source=0), [SimpleNamespace(trajectory=None)] * SIZE, None,
-                                   None, None, np.array(rewards), bool(advantages.zero_spread(np.array([rewards]))[0]))
+                                   None, None, np.array(rewards), np.array(rewards),
+                                   bool(advantages.zero_spread(np.array([rewards]))[0]))
             for j, rewards in now]
 
   def select(groups):

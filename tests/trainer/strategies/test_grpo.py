@@ -3,6 +3,7 @@ not matter; what is refused."""
 
 import functools
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ VOCAB = 24
 OPTIONS = dict(ratio="token", clip="ppo", clip_low=0.2, clip_high=0.25, clip_dual=0.0, aggregate="token",
                aggregate_length=10, baseline="group", scale="group", kl_coef=0.0, kl="k3", kl_corrected=False,
                entropy_coef=0.0, temperature=0.7, reference_ema=0.0, reference_ema_steps=512)
-CLIPS = ("ppo", "dual", "cispo", "none")
+CLIPS = ("ppo", "dual", "cispo", "sapo", "none")
 
 
 def cfg_of(**changed):
@@ -31,7 +32,8 @@ def cfg_of(**changed):
 def clipped(clip, ratio="token"):
   """Options with bounds that some of the table's ratios cross; those of sequences are nearer to 1."""
   bound = 0.2 if ratio == "token" else 0.05
-  changed = {"ppo": {}, "dual": dict(clip_dual=1 + 1.5 * bound), "cispo": dict(clip_high=1 + bound), "none": {}}[clip]
+  changed = {"ppo": {}, "dual": dict(clip_dual=1 + 1.5 * bound), "cispo": dict(clip_high=1 + bound), "none": {},
+             "sapo": dict(sapo_temperature_pos=0.2 / bound, sapo_temperature_neg=0.4 / bound)}[clip]
   return dict(ratio=ratio, clip="ppo" if clip == "dual" else clip, clip_low=bound, clip_high=1.25 * bound) | changed
 
 
@@ -132,6 +134,9 @@ def by_loops(logits, fixed, batch, cfg):
       elif cfg.clip == "cispo":
         fixed_ratio = math.exp(mean_fixed if cfg.ratio == "sequence" else lp_fixed[row, t] - old[row, t])
         loss = -min(fixed_ratio, cfg.clip_high) * advantage * lp[row, t]
+      elif cfg.clip == "sapo":
+        tau = cfg.sapo_temperature_pos if advantage > 0 else cfg.sapo_temperature_neg
+        loss = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
       else:
         loss = -ratio * advantage
       d = lp[row, t] - float(batch["ref_logprobs"][row, t])
@@ -186,6 +191,65 @@ def agrees_with_loops(cfg, **changed):
 def test_value_and_gradient_are_those_of_loops_over_tokens(ratio, clip, aggregate):
   """I8. Of one sequence two tokens are an environment's: its mean and its ratio are over the others."""
   agrees_with_loops(cfg_of(aggregate=aggregate, **clipped(clip, ratio)))
+
+
+def of_trl(name):
+  """What TRL makes of a loss type (make_grpo_references.py): (loss, gradient by log-probs, what it was given)."""
+  with np.load(Path(__file__).with_name("grpo_references.npz")) as found:
+    given = {key: found[key] for key in ("now", "old", "sampled", "mask", "advantages")}
+    return float(found[f"loss/{name}"]), found[f"gradient/{name}"], given
+
+
+@pytest.mark.parametrize("name, changed", [
+    ("grpo", dict(aggregate="sequence")),
+    ("dapo", dict()),
+    ("cispo", dict(clip="cispo", clip_high=1.2)),
+    ("sapo", dict(clip="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, aggregate="sequence")),
+    ("sapo, sequence", dict(clip="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, aggregate="sequence",
+                            ratio="sequence")),
+    ("sapo, steep", dict(clip="sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=5.0, aggregate="sequence")),
+    ("luspo", dict(ratio="sequence", clip_low=0.05, clip_high=0.06, aggregate="constant", aggregate_length=1)),
+    ("masked", dict(off_policy_mask_threshold=0.1)),
+])
+def test_value_and_gradient_are_trls(name, changed):
+  expected, gradient, given = of_trl(name)
+  sizes = given["mask"].sum(axis=1)
+  batch = pairs.layout([[([0], [1] * size, COMPLETION)] for size in sizes], 8, 1)
+  batch |= dict(advantages=given["advantages"][:, None].astype(np.float32))
+  for key, of in (("old_logprobs", "old"), ("behavior_logprobs", "sampled")):
+    batch[key] = np.pad(np.where(given["mask"], given[of], np.nan), ((0, 0), (1, 0))).astype(np.float32)
+  p = np.exp(given["now"])
+  # The logit of each token beside others that are 0 whose log-prob is that; d log p / d logit = 1 - p.
+  logits = np.zeros((*batch["tokens"].shape, VOCAB), np.float32)
+  logits[:, :-1, 1] = np.log((VOCAB - 1) * p / (1 - p))
+  fn = jax.value_and_grad(lambda logits: objective(Table(), logits, batch, cfg_of(temperature=1.0, **changed)),
+                          has_aux=True)
+  (value, metrics), found = fn(logits)
+  assert value == pytest.approx(expected, rel=1e-5)
+  np.testing.assert_allclose(np.where(given["mask"], found[:, :-1, 1] / (1 - p), 0), gradient, rtol=2e-5, atol=1e-7)
+  if name == "masked":
+    assert numbers(metrics)["policy/off_policy_masked"] == pytest.approx(2 / 5)
+
+
+def test_what_the_policy_would_not_say_any_more_is_left_out():
+  """Where the sampler's log-prob is not known, since p_old; only what is worse than others, and by more than the
+  threshold; divisors stay, and the penalty does."""
+  cfg = cfg_of(off_policy_mask_threshold=0.1, clip="none", kl_coef=0.1)
+  batch = pairs.layout([[([0], [1, 2], COMPLETION), ([0], [3], COMPLETION)], [([0], [4, 5], COMPLETION)]], 8, 2)
+  batch["advantages"] = np.array([[-1, -2], [1, 0]], np.float32)
+  # Equal logits: log p is -log V. Fallen by 0.3 and 0 (the mean is above 0.1), by 0.05, and of a good one by 9.
+  old = np.full(batch["tokens"].shape, np.nan, np.float32)
+  old[0, [1, 2, 4]] = np.array([0.3, 0.0, 0.05]) - math.log(VOCAB)
+  old[1, [1, 2]] = 9 - math.log(VOCAB)
+  batch |= dict(old_logprobs=old, behavior_logprobs=np.full_like(old, np.nan),
+                ref_logprobs=np.full_like(old, -math.log(VOCAB) - 0.2))
+  value, metrics = objective(Table(), np.zeros((*old.shape, VOCAB), np.float32), batch, cfg)
+  penalty = math.exp(-0.2) - 1 + 0.2
+  assert float(value) == pytest.approx((2 * math.exp(-0.05) - 2 * math.exp(-9) + 5 * 0.1 * penalty) / 5, rel=1e-5)
+  assert numbers(metrics)["policy/off_policy_masked"] == pytest.approx(1 / 3)
+  batch["behavior_logprobs"][0, 4] = 0.2 - math.log(VOCAB)  # known of that token: beyond the threshold, too
+  _, metrics = objective(Table(), np.zeros((*old.shape, VOCAB), np.float32), batch, cfg)
+  assert numbers(metrics)["policy/off_policy_masked"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("kl, corrected", [("k1", True), ("k2", False), ("k2", True), ("k3", False), ("k3", True)])

@@ -310,6 +310,23 @@ def test_completions_that_were_cut_off_are_compared_but_not_trained_on(stopping_
     assert sum(group) == pytest.approx(0, abs=1e-5) and np.std(group, ddof=1) == pytest.approx(1, rel=1e-2)
 
 
+def test_rewards_that_are_compared_apart(prompts, tmp_path):
+  """GDPO, by loops over the rewards of the table; the loss is of these advantages."""
+  c = config(prompts, total_steps=1, strategy=dict(preset="gdpo"), rollout=dict(updates=1))
+  c.rollout.rewards.long = reward(type="length", max_length=8, cache_length=7, weight=0.5)
+  with stops_often():
+    train(c, tmp_path)
+  row, lines, worth = rows_of(tmp_path)[1], table(tmp_path, 1), []
+  for group in np.array_split(lines, 4):
+    own = {name: np.array([line["rewards"][name] for line in group]) for name in ("low", "long")}
+    apart = {name: (x - x.mean()) / (x.std(ddof=1) + 1e-4) for name, x in own.items()}
+    worth += (apart["low"] + 0.5 * apart["long"]).tolist()
+  expected = (np.array(worth) - np.mean(worth)) / (np.std(worth, ddof=1) + 1e-4)
+  found = [line["advantage"] for line in lines]
+  np.testing.assert_allclose(found, expected, atol=2e-4)
+  assert row["loss"] == pytest.approx(-np.mean(found), abs=1e-5) and np.std(expected) > 0.5
+
+
 def test_metrics_and_table_agree(stopping_early):
   run, workdir = stopping_early
   row, lines = rows_of(workdir)[1], table(workdir, 1)
