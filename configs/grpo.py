@@ -4,8 +4,9 @@
       --config.model.hf=FOLDER --config.input.sources.main.path='gsm8k/train*.jsonl'
 
 A line of the JSONL is {"question": "…", "answer": "… #### 72"}, as in GSM8K; the number after #### is what the last
-number of a completion is compared with. Other recipes: --config.strategy.preset=dapo (or dr_grpo, gspo, cispo, rloo,
-reinforce++). Adapters in place of all parameters: --config.model.lora.rank=16. The result is in DIR/export.
+number of a completion is compared with. Other recipes: --config.strategy.preset=dapo (or dr_grpo, gspo, cispo, sapo,
+luspo, gdpo, rloo, reinforce++). Adapters in place of all parameters: --config.model.lora.rank=16. The result is in
+DIR/export.
 """
 
 from ml_collections import ConfigDict

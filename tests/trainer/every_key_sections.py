@@ -178,7 +178,7 @@ SOURCE = {
 def rows_at_a_time(m: Made) -> int:
   """Rows of a batch, on which no value depends."""
   ev = m.evaluator
-  return ev._sampler.rows if hasattr(ev, "_sampler") else ev._batch_size
+  return ev._sampler.rows if hasattr(ev, "_sampler") else getattr(ev, "_examples", ev)._batch_size
 
 
 def questions(files: Files) -> ConfigDict:
