@@ -235,17 +235,17 @@ def test_what_the_policy_would_not_say_any_more_is_left_out():
   """Where the sampler's log-prob is not known, since p_old; only what is worse than others, and by more than the
   threshold; divisors stay, and the penalty does."""
   cfg = cfg_of(off_policy_mask_threshold=0.1, clip="none", kl_coef=0.1)
-  batch = pairs.layout([[([0], [1, 2], COMPLETION), ([0], [3], COMPLETION)], [([0], [4, 5], COMPLETION)]], 8, 2)
+  batch = pairs.layout([[([0], [1, 2], COMPLETION), ([0], [3, 6], COMPLETION)], [([0], [4, 5], COMPLETION)]], 8, 2)
   batch["advantages"] = np.array([[-1, -2], [1, 0]], np.float32)
-  # Equal logits: log p is -log V. Fallen by 0.3 and 0 (the mean is above 0.1), by 0.05, and of a good one by 9.
+  # Equal logits: log p is -log V. Fallen by 0.3 and 0, by 0.06 and 0.06 (the mean is below 0.1), and of a good one by 9.
   old = np.full(batch["tokens"].shape, np.nan, np.float32)
-  old[0, [1, 2, 4]] = np.array([0.3, 0.0, 0.05]) - math.log(VOCAB)
+  old[0, [1, 2, 4, 5]] = np.array([0.3, 0.0, 0.06, 0.06]) - math.log(VOCAB)
   old[1, [1, 2]] = 9 - math.log(VOCAB)
   batch |= dict(old_logprobs=old, behavior_logprobs=np.full_like(old, np.nan),
                 ref_logprobs=np.full_like(old, -math.log(VOCAB) - 0.2))
   value, metrics = objective(Table(), np.zeros((*old.shape, VOCAB), np.float32), batch, cfg)
   penalty = math.exp(-0.2) - 1 + 0.2
-  assert float(value) == pytest.approx((2 * math.exp(-0.05) - 2 * math.exp(-9) + 5 * 0.1 * penalty) / 5, rel=1e-5)
+  assert float(value) == pytest.approx((4 * math.exp(-0.06) - 2 * math.exp(-9) + 6 * 0.1 * penalty) / 6, rel=1e-5)
   assert numbers(metrics)["policy/off_policy_masked"] == pytest.approx(1 / 3)
   batch["behavior_logprobs"][0, 4] = 0.2 - math.log(VOCAB)  # known of that token: beyond the threshold, too
   _, metrics = objective(Table(), np.zeros((*old.shape, VOCAB), np.float32), batch, cfg)
