@@ -237,7 +237,7 @@ def test_what_the_policy_would_not_say_any_more_is_left_out():
   cfg = cfg_of(off_policy_mask_threshold=0.1, clip="none", kl_coef=0.1)
   batch = pairs.layout([[([0], [1, 2], COMPLETION), ([0], [3, 6], COMPLETION)], [([0], [4, 5], COMPLETION)]], 8, 2)
   batch["advantages"] = np.array([[-1, -2], [1, 0]], np.float32)
-  # Equal logits: log p is -log V. Fallen by 0.3 and 0, by 0.06 and 0.06 (the mean is below 0.1), and of a good one by 9.
+  # Equal logits: log p is -log V. Fallen by 0.3 and 0, by 0.06 twice (the mean is below 0.1), and of a good one by 9.
   old = np.full(batch["tokens"].shape, np.nan, np.float32)
   old[0, [1, 2, 4, 5]] = np.array([0.3, 0.0, 0.06, 0.06]) - math.log(VOCAB)
   old[1, [1, 2]] = 9 - math.log(VOCAB)
