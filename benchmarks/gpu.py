@@ -37,6 +37,8 @@ SMALL = ("--config.tokenizer.type=bytes", "--config.input.sources.main.max_docum
          "--config.seq_len=64", "--config.batch_size=2", "--config.optimizer.name=adamw")
 # Of metrics, those that are about time.
 TIMED = ("time/", "goodput", "tokens_per_second", "mfu", "memory")
+# What is said of a program that was ended.
+ENDED = "ended: the time is over"
 PEERS = "hf_compile", "hf_generate", "hf_rollouts"
 
 
@@ -78,7 +80,7 @@ def lines_of(given: Given, command: list[str], **env: str) -> Iterator[str]:
       yield line
   except queue.Empty:
     os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-    yield "ended: the time is over"
+    yield ENDED
   if process.wait():
     yield from (f"    {line[:300]}" for line in last)
 
@@ -143,11 +145,12 @@ def verify(given: Given) -> Iterator[str]:
   flags = ["--mode=verify", *(SMALL if given.small else ())]
   command = [sys.executable, "-m", "trainer", "--config=configs/quickstart.py",
              f"--workdir={given.folder / 'verify'}", *flags]
-  first = None
+  first, how = None, ""
   for line in lines_of(given, command):
     first = first or (time.monotonic() - began if line[:4] in ("PASS", "FAIL", "SKIP") else None)
+    how = "ended after " if line == ENDED else how
     yield f"{time.monotonic() - began:5.0f} s  {line}"
-  yield f"| verify | the quickstart | {time.monotonic() - began:.0f} s, the first check after {first or 0:.0f} s |"
+  yield f"| verify | the quickstart | {how}{time.monotonic() - began:.0f} s, the first check after {first or 0:.0f} s |"
 
 
 def module(name: str, *flags: str, small: tuple[str, ...] = ("--small",)) -> Callable[[Given], Iterator[str]]:
@@ -178,7 +181,7 @@ def generate(given: Given) -> Iterator[str]:
   """Also with kernels that are chosen by timing, which a run that is to be repeated to the bit does not take."""
   run = speed("generate")
   yield from run(given, WEFT_SPEED_PROFILE="30")
-  yield "kernels chosen by timing:"
+  yield "| kernels chosen by timing: |"
   yield from run(given._replace(peers=False), WEFT_SPEED_TIMED="1")
 
 
@@ -224,7 +227,8 @@ def main() -> None:
                   ["--ways", *args.ways] if args.ways else [], args.step_seconds, not args.alone)
     for name in args.parts:
       if given.left < 15:
-        print(f"| {name} | not begun: {args.minutes:g} minutes are over |", flush=True)
+        rows.append(f"| {name} | not begun: {args.minutes:g} minutes are over |")
+        print(rows[-1], flush=True)
         continue
       print(f"\n== {name}, after {time.monotonic() - began:.0f} s", flush=True)
       for line in PARTS[name](given):

@@ -28,6 +28,7 @@ PACKAGES = {"http": "aiohttp requests", "https": "aiohttp requests", "s3": "s3fs
 _OF_CONTENT = ("ETag", "etag", "md5Hash", "blob_id", "Content-MD5", "Digest")
 _TAGS = (*_OF_CONTENT, "generation", "LastModified", "Last-Modified", "updated", "mtime", "created")
 URL = re.compile(r"([a-zA-Z][\w+.-]*)://")
+_PACKED = re.compile(r"\.(gz|zst)$", re.IGNORECASE)
 # What is left out of messages.
 _HIDDEN = re.compile(r"(?<=://)[^/\s@'\"]*@|\?[^\s'\")]*")
 
@@ -142,9 +143,11 @@ def read_from(fs: Any, file: Remote, at: int) -> Iterator[bytes]:
   except NoRangesError:
     pass
   pauses = iter(PAUSES)
+  # Servers may call what a packed file is the encoding in which they send it, and aiohttp would send it on unpacked.
+  as_it_is = {"auto_decompress": False} if file.path.startswith("http") and _PACKED.search(file.name) else {}
   while file.size is None or at < file.size:
     try:
-      with fs.open(file.path, block_size=0, size=file.size or 1) as answer:
+      with fs.open(file.path, block_size=0, size=file.size or 1, **as_it_is) as answer:
         passed = 0
         while data := answer.read(PIECE):
           passed += len(data)

@@ -14,6 +14,7 @@ class Store:
     ranges, sizes: whether it knows them, and says them.
     sent: bytes of files so far.
     tag: a part of all ETags.
+    encoding: what it says of how content is encoded.
     gate: `(path, bytes of this answer so far)`, called before each thousand of them.
   """
 
@@ -21,7 +22,7 @@ class Store:
     self.files, self.asked, self.fault, self.ranges = files, [], lambda path, at: None, True
     self.sizes = True
     self.sent, self.gate, self.tag = 0, lambda path, sent: None, ""
-    self.url = ""
+    self.url, self.encoding = "", ""
 
 
 def _handler(store: Store):
@@ -58,6 +59,8 @@ def _handler(store: Store):
       self.send_header("ETag", hashlib.md5(store.tag.encode() + content).hexdigest())
       if path.endswith("/"):
         self.send_header("Content-Type", "text/html")
+      elif store.encoding:
+        self.send_header("Content-Encoding", store.encoding)
       self.end_headers()
       if with_content:
         part = part[:len(part) // 2] if fault == "drop" else part

@@ -122,6 +122,15 @@ def test_a_server_without_ranges_is_read_too(tmp_path):
     assert fetched(f"{store.url}/f", tmp_path) == [("f", CONTENT)]
 
 
+def test_a_packed_file_stays_packed_where_the_server_calls_that_its_encoding(tmp_path):
+  """As Apache does by `AddEncoding`; of a file that is not packed the encoding is the server's own."""
+  packed = gzip.compress(CONTENT)
+  with serving({"/a.jsonl.gz": packed, "/b.jsonl": packed}) as store:
+    store.encoding = "gzip"
+    assert fetched(f"{store.url}/a.jsonl.gz, {store.url}/b.jsonl", tmp_path) == [
+        ("a.jsonl.gz", packed), ("b.jsonl", CONTENT)]
+
+
 @pytest.mark.parametrize("status, said, tries", [
     (404, r"'http://\S+/f' does not exist", 1), (403, "is denied", 1), (500, "failed 3 times in a row", 3)])
 def test_what_cannot_be_had_is_told(tmp_path, status, said, tries):

@@ -4,8 +4,9 @@
     for operation in unordered(program.as_text()): print(operation)
 
 What adds in an order that is left to chance: scattered additions to places that may be the same, the gradient of
-windowed maxima, running sums by CUB, cuDNN's backward pass of attention where XLA was not told otherwise, and kernels
-with atomic additions. Products of matrices, sorts, reductions, and the kernels of Weft's own add in a fixed order.
+windowed maxima, running sums by CUB, cuDNN's backward passes of attention and convolutions where XLA was not told
+otherwise, and kernels with atomic additions. Products of matrices, sorts, reductions, and the kernels of Weft's own
+add in a fixed order.
 
 Which order that is depends on the kernel, and XLA for GPU by itself chooses kernels by timing them, so that two runs
 differ though each of their programs repeats itself. A step that is to be the same is compiled without (UNTIMED).
@@ -26,6 +27,10 @@ _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(")
 _DTYPE, _COMBINES = re.compile(r" = \(?([a-z]+\d*)\["), re.compile(r"to_apply=%?([\w.\-]+)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# Passes of cuDNN's back through attention and convolutions, of which some algorithms add atomically.
+_CUDNN = re.compile(r"__cudnn\$(fmha.*|conv)Backward")
+# Of a kernel of Triton's, as text, or in the table of names of MLIR's bytecode, which is what XLA keeps.
+_ATOMIC = re.compile(r"\btt\.atomic_|\\00atomic_(rmw|cas)\\00")
 # The same whatever comes first, of any numbers; and of whole numbers.
 _IN_ANY_ORDER, _OF_INTEGERS = {"maximum", "minimum", "and", "or"}, {"add", "multiply", "xor"}
 # What XLA for GPU is told: to time no kernels, and to take none that adds in an order left to chance.
@@ -110,10 +115,10 @@ def _kind(line: str, operation: str, bodies: dict[str, list[str]], told: bool) -
     exact = how in _IN_ANY_ORDER or how in _OF_INTEGERS and dtype is not None and dtype[1][0] in "sup"
     return None if exact else "scatter, one value over another," if how == "parameter" else f"scatter, {how},"
   if operation == "custom-call" and (target := _TARGET.search(line)):
-    if "fmha" in target[1] and "Backward" in target[1] and not told:
+    if _CUDNN.match(target[1]) and not told:
       return target[1]
     if "cub_scan" in target[1] and (dtype := _DTYPE.search(line)) and dtype[1][0] not in "sup":
       return "running sum"
-    if "triton" in target[1] and "tt.atomic" in line:
+    if "triton" in target[1] and _ATOMIC.search(line):
       return "kernel with atomic operations"
   return None

@@ -36,12 +36,13 @@ class Fixture:
     workdir: of a short run with it, which is over.
     params, reference: what it began with, on the host; None: there is no reference.
     batch: of its first step, on the host.
+    compute: `precision.compute` of the run that is meant; that of the slice is float32.
   """
 
   def __init__(self, config: ConfigDict, workdir: Path, run: Any, params: Any, reference: Any,
-               batch: dict[str, np.ndarray]):
+               batch: dict[str, np.ndarray], compute: str = "float32"):
     self.config, self.workdir, self.run = config, workdir, run
-    self.params, self.reference, self.batch = params, reference, batch
+    self.params, self.reference, self.batch, self.compute = params, reference, batch, compute
     self.mesh, self.model = run.mesh, self.variant()
     self.built_in = "." not in config.model.name
     self._programs: dict[tuple, Callable] = {}

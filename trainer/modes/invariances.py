@@ -290,11 +290,13 @@ def generation(s: Fixture) -> float:
 
 def first_ratio(s: Fixture) -> float:
   """I9: how far the ratios of the first step after a rollout are from 1: their mean, and the k3 estimate of the
-  divergence from the policy that the rollout began with, which is above 0 as soon as one of them is another."""
+  divergence from the policy that the rollout began with, which is above 0 as soon as one of them is another. Of the
+  slice as it was trained, and of its first step in the precision that the run itself computes in."""
   row = next(row for row in writers.read_rows(s.workdir / "metrics.jsonl") if row["step"] == 1)
   if not row.keys() >= {"policy/ratio_mean", "policy/approx_kl"}:
     raise Skip("no ratios to an older policy")
-  return max(abs(row["policy/ratio_mean"] - 1), abs(row["policy/approx_kl"]))
+  rows = [row] if s.compute == "float32" else [row, s.gradient(precision__compute=s.compute)[1]]
+  return max(max(abs(each["policy/ratio_mean"] - 1), abs(each["policy/approx_kl"])) for each in rows)
 
 
 def equal_rewards(s: Fixture) -> float:

@@ -77,7 +77,7 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
           flush=True)
     with open(log, "w", encoding="utf-8") as file:
       with contextlib.redirect_stdout(file):
-        fixture, straight = _straight(given, Path(folder), workdir)
+        fixture, straight = _straight(given, Path(folder), workdir, resolved.precision.compute)
       resumed = invariances.Check("I5", f"arrays of the state: {STEPS} steps, {STOP} + {STEPS - STOP}", 0,
                                   lambda _: _resumed(given, Path(folder), workdir, straight))
       for check in (*invariances.CHECKS, resumed):
@@ -137,11 +137,11 @@ def made_up(completions: list[str], **_: Any) -> list[float]:
   return [(number % 4) / 3 for number in range(len(completions))]
 
 
-def _straight(given: ConfigDict, folder: Path, workdir: Path) -> tuple[Fixture, Any]:
+def _straight(given: ConfigDict, folder: Path, workdir: Path, compute: str) -> tuple[Fixture, Any]:
   """The slice in one go: what to measure on, and what the state is at the end."""
   Capture.params = Capture.reference = Capture.batch = None
   run = _train(given, folder / "straight", workdir, capture=dict(type="trainer.modes.verify.Capture"))
-  fixture = Fixture(given, folder / "straight", run, Capture.params, Capture.reference, Capture.batch)
+  fixture = Fixture(given, folder / "straight", run, Capture.params, Capture.reference, Capture.batch, compute)
   return fixture, (jax.device_get(run.state), _losses(folder / "straight"))
 
 

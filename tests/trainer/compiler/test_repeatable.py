@@ -54,6 +54,12 @@ SCAN = '%cub = (f32[512]{0}, u8[1023]{0}) custom-call(%a), custom_call_target="x
 KERNEL = ('%pallas_call.10 = (bf16[8]{0}) custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", '
           'backend_config="%1 = \\"tt.ADD\\"(%0)"')
 
+# And of one that jax 0.10.2 compiled for it: bytecode, here without what stands before and behind its names.
+BYTECODE = ('ROOT %pallas_call.1 = f32[64]{0} custom-call(%x.1), custom_call_target="__gpu$xla.gpu.triton", '
+            'metadata={op_name="jit(f)/atomic_rmw"}, backend_config={debug = false, grid_x = 16 : i32, ir = '
+            r'"ML\EFR\0DMLIR23.0.0git\00\0D\07\11builtin\00tt\00arith\00get_program_id\00load\00ADD\00kernel\00'
+            r'atomic_rmw:\00\08A\13", name = "kernel", num_warps = 4 : i32}')
+
 
 def text(how="add", kind="f32", unique=False, call=""):
   made = ADDS.replace("KIND", kind).replace("HOW", how)
@@ -68,8 +74,13 @@ def text(how="add", kind="f32", unique=False, call=""):
     (dict(kind="s32", call="%s = f32[4,4]{1,0} select-and-scatter(%x, %g, %z), window={size=2x2}"),
      ["select-and-scatter s"]),
     (dict(kind="s32", call=FMHA), ["__cudnn$fmhaSoftmaxBackward cudnn"]),
+    *((dict(kind="s32", call=FMHA.replace("fmhaSoftmaxBackward", f"conv{kind}")), [f"__cudnn$conv{kind} cudnn"][:count])
+      for kind, count in (("BackwardFilter", 1), ("BackwardInput", 1), ("BiasActivationForward", 0))),
     (dict(kind="s32", call=KERNEL.replace("ADD", "atomic_rmw")), ["kernel with atomic operations pallas_call.10"]),
     (dict(kind="s32", call=KERNEL.replace("ADD", "load")), []),
+    *((dict(kind="s32", call=BYTECODE.replace("ADD", f"atomic_{kind}")),
+       ["kernel with atomic operations pallas_call.1 (jit(f)/atomic_rmw)"]) for kind in ("rmw", "cas")),
+    (dict(kind="s32", call=BYTECODE.replace("ADD", "store")), []),
     (dict(kind="s32", call=SCAN), ["running sum cub"]), (dict(kind="s32", call=SCAN.replace("f32", "s32")), [])])
 def test_what_adds_in_an_order_left_to_chance_is_found(given, found):
   assert repeatable.unordered(text(unique=True, **given)) == found
@@ -77,6 +88,8 @@ def test_what_adds_in_an_order_left_to_chance_is_found(given, found):
 
 def test_of_cudnn_it_is_known_from_what_xla_was_told():
   assert not repeatable.unordered(text(kind="s32", unique=True, call=FMHA), told=True)
+  convolution = FMHA.replace("fmhaSoftmaxBackward", "convBackwardFilter")
+  assert not repeatable.unordered(text(kind="s32", unique=True, call=convolution), told=True)
   assert len(repeatable.unordered(text(unique=True, call=FMHA), told=True)) == 1
 
 

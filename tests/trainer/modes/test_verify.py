@@ -115,6 +115,7 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
     c = rollout_runs.config(rollout_runs.write_prompts(folder))
     # What needs something that answers, which is left out.
     c.rollout.update(environment=f"{rollout_runs.TOYS}.Echo", kept_texts=2, turn_share=0.5)
+    c.precision.compute = "bfloat16"
   elif name == "taught":
     # What a model of the same size says that knows nothing yet, either: the objective is small and bends soon.
     _, file = test_teachers.taught_rows(folder, tiny.hf_folder(folder / "teacher", vocab_size=258), 4)
@@ -205,15 +206,18 @@ def test_the_slice_is_small_exact_and_asks_nobody(corpus, tmp_path):
 
 def test_one_ratio_beside_1_is_told(tmp_path):
   """Mean and divergence of ten ratios of which two differ, so that their mean is 1 all the same."""
-  def of(**metrics):
+  def of(compute="float32", **metrics):
     rows = [{"step": 1} | {f"policy/{name}": value for name, value in metrics.items()}, {"step": 2, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return invariances.first_ratio(SimpleNamespace(workdir=tmp_path))
+    own = {"bfloat16": {"policy/ratio_mean": 1.0, "policy/approx_kl": 2.0**-9}}
+    return invariances.first_ratio(SimpleNamespace(
+        workdir=tmp_path, compute=compute, gradient=lambda precision__compute: (None, own[precision__compute])))
 
   assert of(ratio_mean=1.0, approx_kl=0.0) == 0
   logs = np.log([1 + 1e-6, 1 - 1e-6])
   assert of(ratio_mean=1.0, approx_kl=float(np.sum(np.expm1(logs) - logs) / 10)) > 0
   assert of(ratio_mean=1.0 + 2**-23, approx_kl=0.0) > 0
+  assert of("bfloat16", ratio_mean=1.0, approx_kl=0.0) == 2.0**-9  # in the run's own precision
   with pytest.raises(Skip, match="no ratios"):
     of()
 
