@@ -7,6 +7,7 @@ All prompts are tokenised at the start and kept. Which source, and which of its 
 mixture (mixture.py) and from a permutation of each source for each of its epochs, as rows do in training.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -98,6 +99,7 @@ def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = 
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   prompter = Prompter(config, tokenizer)
   tools = load_tools(rollout.tools, "rollout.tools")
+  _check_shown(tools, prompter)
   router = Router(config.strategy) if config.strategy.get("teacher_key") else None
   sources = []
   for number, name in enumerate(names):
@@ -108,6 +110,24 @@ def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = 
   mixture = Mixture(starts, shares, [len(source.items) for source in sources], i.stop, names)
   order = [config.seed, starts, shares.tolist(), names, [source.fingerprint for source in sources]]
   return PromptData(sources, mixture, config.seed, _hash(order), prompter, tools)
+
+
+def _check_shown(tools: Mapping[str, Callable], prompter: Prompter) -> None:
+  """Refuses tools of the config that the template shows to nobody: no row is to blame, and all would be.
+
+  Raises:
+    ConfigError: it renders a plain question, but not with the tools.
+  """
+  if not tools or prompter.template is None:
+    return
+  asked: list[dict] = [{"role": "user", "content": "a"}]
+  with contextlib.suppress(DataError):  # else the rows tell
+    prompter.messages(asked, None, "a question", ())
+    try:
+      prompter.messages(asked, [schema_of(function) for function in tools.values()], "a question", ())
+    except DataError as e:
+      raise ConfigError(f"rollout.tools: {prompter.template.where} does not show them, so that the policy would not "
+                        "know what it may call. Use a template that does, such as chat.template='qwen3'.") from e
 
 
 def prompt_texts(config: ConfigDict) -> Callable[[], Iterator[str]]:

@@ -33,6 +33,10 @@ class ToolCall(NamedTuple):
   problem: str | None = None
 
 
+# What json raises of a text that is none: also of thousands of brackets, and of numbers of thousands of digits.
+NO_JSON = (ValueError, RecursionError)
+
+
 def tagged(text: str) -> list[ToolCall]:
   """<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen, SmolLM 3. The last end may be missing, where it
   was a stop string."""
@@ -46,7 +50,7 @@ def listed(text: str) -> list[ToolCall]:
     return []
   try:
     calls, _ = json.JSONDecoder().raw_decode(rest.lstrip())
-  except json.JSONDecodeError as e:
+  except NO_JSON as e:
     return [ToolCall(None, {}, problem=f"what follows [TOOL_CALLS] is not valid JSON: {e}")]
   return [_read(call) for call in (calls if isinstance(calls, list) else [calls])]
 
@@ -56,7 +60,7 @@ def bare(text: str) -> list[ToolCall]:
   answer."""
   try:
     call, _ = json.JSONDecoder().raw_decode(text.replace("<|python_tag|>", "").lstrip())
-  except json.JSONDecodeError:
+  except NO_JSON:
     return []
   return [_read(call)] if isinstance(call, dict) and "name" in call else []
 
@@ -130,7 +134,7 @@ def find_format(name: str, template: ChatTemplate | None, tool: dict) -> Callabl
 def _call(text: str) -> ToolCall:
   try:
     return _read(json.loads(text))
-  except json.JSONDecodeError as e:
+  except NO_JSON as e:
     return ToolCall(None, {}, problem=f"the call is not valid JSON: {e}")
 
 

@@ -93,7 +93,9 @@ OF_ROLLOUT = "reward 0.125  length 18  taught nothing 25%"
     ("grpo", {"loss": 0.5, "entropy": 1.0}, "loss 0.500"),  # completions from files
     ("dpo", ROLLOUT | {"rewards/accuracies": 0.75}, f"{OF_ROLLOUT}  loss -0.000  accuracy 0.750"),
     ("dpo", {"loss": 0.5, "rewards/accuracies": 0.75}, "loss 0.500  accuracy 0.750"),
-    ("distill", {"loss": 0.2, "completions/mean_length": 9.0}, "divergence 0.200  length 9"),
+    # Equal rewards of a prompt's completions are no lesson lost to what does not compare these.
+    ("distill", ROLLOUT | {"loss": 0.2}, "divergence 0.200  reward 0.125  length 18"),
+    ("ppo", ROLLOUT | {"value/explained_variance": 0.5}, "reward 0.125  length 18  explained 0.50"),
     ("reward", {"loss": 0.5, "accuracy": 0.625, "margin": 1.0}, "accuracy 0.625  loss 0.500"),
 ])
 def test_progress_shows_what_the_strategy_is_judged_by(monkeypatch, terminal, name, metrics, shown):

@@ -291,7 +291,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 def _reward(ended: _Ended) -> Any:
   if ended.error is not None:
-    raise ended.error if isinstance(ended.error, Exception) else RuntimeError("the agent was cancelled")
+    known = isinstance(ended.error, (Exception, SystemExit))
+    raise ended.error if known else RuntimeError("the agent was cancelled")
   return ended.value
 
 

@@ -29,6 +29,8 @@ from trainer.errors import ConfigError
 
 # Threads that may hang at a time; more, and the environment itself is broken.
 MOST_LEFT = 16
+# What fails an episode, and not the run: code that the policy wrote may call exit(), a client's request be cancelled.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 GRACE_SECONDS = 1.0  # for those that can end
 _left: list[threading.Thread] = []
 

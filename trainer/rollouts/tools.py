@@ -34,7 +34,7 @@ class ToolEnvironment:
     """What the calls give; without any, the end."""
     calls = self._find_calls(completion)
     # Some templates ask for an id of nine characters.
-    return Turn([{"role": "tool", "name": call.name or "unknown", "content": await self._result(call),
+    return Turn([{"role": "tool", "name": call.name or "unknown", "content": _text(await self._result(call)),
                   "tool_call_id": call.id or f"{number:09d}"} for number, call in enumerate(calls)] or None)
 
   async def _result(self, call: ToolCall) -> str:
@@ -51,8 +51,13 @@ class ToolEnvironment:
       value = function(**call.arguments)
       value = await value if inspect.isawaitable(value) else value
       return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a tool may run code that the policy wrote
       return f"{ERROR}{type(e).__name__}: {e}"
+
+
+def _text(result: str) -> str:
+  """With half characters spelled out, which are no text: half of an emoji's escape in the arguments of a call, say."""
+  return result.encode("utf-8", "backslashreplace").decode()
 
 
 def frequencies(completions: Iterable[str | list[dict]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.rollouts.environment_calls import Answer, Together, TookTooLong
+from trainer.rollouts.environment_calls import FAILURES, Answer, Together, TookTooLong
 from trainer.rollouts.episode import Playing
 
 
@@ -128,7 +128,7 @@ def _or_error(answer: Answer) -> dict[str, Any]:
     return answer.value
   if isinstance(e, TookTooLong):
     return {"error": str(e), "late": True}
-  if not isinstance(e, Exception):
+  if not isinstance(e, FAILURES):
     raise e
   last = traceback.extract_tb(e.__traceback__)[-1]
   return {"error": f"{type(e).__name__}: {e} ({last.filename}:{last.lineno}, in {last.name})", "late": False}

@@ -87,8 +87,9 @@ def load(name: str, args: Mapping[str, Any], key: str = "env") -> "_Classic | _T
       except ConfigError as e:
         raise ConfigError(f"{key}={name!r}: {e}") from e
       except Exception as e:  # whatever the environment's own code raises
-        raise ConfigError(f"{key}={name!r} could not be loaded with {dict(args)}: {type(e).__name__}: {e}. It is an "
-                          "environment of the package verifiers, installed beside it.") from e
+        raise ConfigError(f"{key}={name!r} could not be loaded with {dict(args)}: {type(e).__name__}: "
+                          f"{str(e).rstrip('.')}. It is an environment of the package verifiers, installed beside it."
+                          ) from e
     return _loaded[ident]
 
 

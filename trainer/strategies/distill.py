@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import divergence, seq, sequences, teacher, teachers, top_k
-from trainer.strategies.record import OF_ROLLOUTS, Strategy
+from trainer.strategies.record import OF_COMPLETIONS, Strategy
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any, reference: Any = None):
@@ -84,7 +84,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
 # The teacher's distribution at the trained tokens of conversations, or at those of sampled completions (knowledge
 # distillation).
 DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, check=check, headline={
-    "loss": "divergence {:.3f}", **OF_ROLLOUTS}, options=dict(
+    "loss": "divergence {:.3f}", **OF_COMPLETIONS}, options=dict(
     # The model to learn from: a Hugging Face folder, or a run (its workdir or a checkpoint), with the same tokenizer.
     # Or rows: the data have its most probable tokens, in the columns teacher_ids and teacher_logprobs.
     teacher=str,

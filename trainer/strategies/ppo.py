@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from trainer.errors import ConfigError, one_of
 from trainer.metrics import Mean
 from trainer.strategies import critic, grpo, presets, sequences
-from trainer.strategies.record import OF_CRITIC, OF_ROLLOUTS, Strategy
+from trainer.strategies.record import OF_COMPLETIONS, OF_CRITIC, Strategy
 
 KL_IN = ("reward", "loss")
 AGGREGATES = ("token", "sequence")
@@ -148,7 +148,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
 PPO = Strategy(
     loss, data="rollouts", critic=True, rollout_keys=("behavior_logprobs", "old_logprobs", *OF_CRITIC), fill_in=fill_in,
     needs_reference=grpo.needs_reference, check=check, token_numbers=token_numbers, headline={
-        **OF_ROLLOUTS, "value/explained_variance": "explained {:.2f}"}, options=dict(
+        **OF_COMPLETIONS, "value/explained_variance": "explained {:.2f}"}, options=dict(
         # What the critic begins as: start, the parameters that the run begins with, with a new head; or a Hugging Face
         # folder or a run (a reward model, say), of any size, with the same tokenizer.
         critic="start",

@@ -21,8 +21,9 @@ ROLLOUT_KEYS = ("advantages", "behavior_logprobs", "old_logprobs", "old_values",
 # Of these, what a critic's values make of rewards (trainer/rollouts/returns.py).
 OF_CRITIC = ("old_values", "returns", "token_advantages")
 # What the progress line shows of a rollout: its loss says little, and is 0 of a policy that has not moved.
-OF_ROLLOUTS = {"reward": "reward {:.3f}", "completions/mean_length": "length {:.0f}",
-               "frac_reward_zero_std": "taught nothing {:.0%}"}
+OF_COMPLETIONS = {"reward": "reward {:.3f}", "completions/mean_length": "length {:.0f}"}
+# Where completions of a prompt are compared, and equal rewards teach nothing.
+OF_ROLLOUTS = {**OF_COMPLETIONS, "frac_reward_zero_std": "taught nothing {:.0%}"}
 HEADLINE = {**OF_ROLLOUTS, "loss": "loss {:.3f}"}
 _VALUES = (bool, int, float, str, tuple, dict)
 

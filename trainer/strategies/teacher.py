@@ -56,14 +56,20 @@ def find(path: str | None, key: str = KEY) -> Source:
     hf.set_keys(section, keys)
     section.hf = str(folder)
     return Source(str(folder), section, folder, keys["vocab_size"])
-  workdir = checkpoint.find(str(folder)).parent.parent
+  if (folder / "adapter_config.json").is_file():
+    raise ConfigError(f"{key} is {path!r}, adapters without the model that they change. Give the model with its "
+                      "adapters merged (PEFT: merge_and_unload).")
+  try:
+    workdir = checkpoint.find(str(folder)).parent.parent
+  except ConfigError as e:
+    raise ConfigError(f"{key}: {e}") from e
   config = hf.files.read_json(workdir / "config.json")
   _update(section, config["model"])
   if section.lora.rank:
     raise ConfigError(f"{key} is {path!r}, a run that trained adapters. Export it first, with its base: python -m "
                       f"trainer.export --workdir={workdir}.")
-  return Source(str(folder), section, workdir / "tokenizer.json",
-                load_tokenizer(workdir / "tokenizer.json").vocab_size, config)
+  size = load_tokenizer(workdir / "tokenizer.json").vocab_size
+  return Source(str(folder), section, workdir / "tokenizer.json", min(size, section.vocab_size or size), config)
 
 
 def files(source: Source) -> dict[str, Path]:
@@ -85,12 +91,18 @@ def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY)
 
 
 def check(config: Any, tokenizer: Tokenizer, path: str | None, key: str = KEY) -> None:
-  """Refuses the model at `path`, which messages call `key`, of other tokens than the run's, or one that cannot see so
-  many. Raises ConfigError, before any device work."""
+  """Refuses the model at `path`, which messages call `key`, of other tokens than the run's, of fewer, or one that
+  cannot see so many at a time. Raises ConfigError, before any device work."""
   source = find(path, key)
   api.validate(source.section, config.seq_len)
   theirs = load_tokenizer(source.tokenizer)
   if theirs.fingerprint == saved_fingerprint(tokenizer):
+    # Either may have fewer embeddings than the tokenizer has entries; batches are checked for the run's model alone.
+    ours = min(tokenizer.vocab_size, config.model.vocab_size or tokenizer.vocab_size)
+    if source.vocab_size < ours:
+      raise ConfigError(f"{key} is {path!r}, whose embeddings are of {source.vocab_size:,} tokens, where this run's "
+                        f"model has {ours:,}: it cannot read the others. Give one that has them all, or resize its "
+                        "embeddings.")
     return
   ours, others = tokenizer.token_bytes, theirs.token_bytes
   differ = next((i for i, pair in enumerate(zip(ours, others, strict=False)) if pair[0] != pair[1]), None)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer import tree, update
 from trainer.distributed import mesh as mesh_lib
+from trainer.strategies.reference import overlay
 
 # What a row is told by; images and what belongs to them stay out.
 _TOLD = ("tokens", "segment_ids", "loss_weights", "source_ids")
@@ -70,7 +71,8 @@ class Rows:
   def call(self, fn: Callable, batch: dict[str, Any], step: int, *more: Any) -> Any:
     """`fn(params, batch, step before, *more, *reference)` with what the run has now, on its mesh; `fn` is jitted."""
     params, batch = self._run.state["params"], {k: v for k, v in batch.items() if k != "stop_requests"}
-    reference = () if self._run.reference is None else (self._run.reference,)
+    held = self._run.state.get("reference")
+    reference = () if held is None else (overlay(params, held),)
     with mesh_lib.activation_rules(self._run.mesh, self._run.config.activation_rules):
       return fn(params, batch, np.int32(step - 1), *more, *reference)
 

@@ -53,6 +53,7 @@ def test_what_shows_no_tools_is_refused():
     ("bare", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
     ("bare", '{"answer": 42}', []),
     ("bare", "The answer is {", []),
+    ("bare", "[" * 100_000, []),
 ])
 def test_calls_in_completions(find, text, calls):
   assert [(call.name, call.arguments) for call in tool_formats.FORMATS[find](text)] == calls
@@ -63,6 +64,8 @@ def test_calls_in_completions(find, text, calls):
     ("tagged", "<tool_call>[1]</tool_call>", "a call is an object with name and arguments"),
     ("tagged", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "the arguments of a call are an object"),
     ("listed", "[TOOL_CALLS] add", "is not valid JSON"),
+    ("listed", "[TOOL_CALLS] " + "[" * 100_000, "is not valid JSON: maximum recursion depth"),
+    ("tagged", '<tool_call>{"name": ' + "1" * 5_000, "the call is not valid JSON: Exceeds the limit"),
 ])
 def test_calls_that_cannot_be_read_say_why(find, text, problem):
   (call,) = tool_formats.FORMATS[find](text)

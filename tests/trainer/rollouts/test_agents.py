@@ -389,6 +389,9 @@ def test_what_an_agent_returns_is_the_reward_of_its_last_turn():
   environment._talk = Talked(ended(error=asyncio.CancelledError()))
   with pytest.raises(RuntimeError, match="the agent was cancelled"):
     environment.step("one")
+  environment._talk = Talked(ended(error=SystemExit(3)))  # which costs the episode alone, as any environment's
+  with pytest.raises(SystemExit, match="3"):
+    environment.step("one")
 
 
 @pytest.mark.parametrize("completion, finish, noted", [

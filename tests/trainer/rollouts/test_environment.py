@@ -1,5 +1,6 @@
 """Episodes: whose each token is, what an environment adds, and where an episode ends."""
 
+import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -60,6 +61,10 @@ class Calculator:
     return Turn(reward=completion == self.answer)
 
 
+# What `Opening` may raise in a step: an error, what sys.exit() raises, what an asynchronous client's request does.
+ENDS = {"step": RuntimeError("no step"), "exit": SystemExit("no more"), "cancel": asyncio.CancelledError("cut")}
+
+
 class Opening:
   """Begins with what a column says, and always goes on with another."""
 
@@ -70,8 +75,8 @@ class Opening:
     return opening
 
   def step(self, completion):
-    if self.fails == "step":
-      raise RuntimeError("no step")
+    if str(self.fails) in ENDS:
+      raise ENDS[self.fails]
     if self.fails and self.fails[0] == "returns":
       return self.fails[1]
     if self.fails and self.fails[0] == "turn":
@@ -471,6 +476,8 @@ def test_the_room_of_a_row(tmp_path):
 @pytest.mark.parametrize("fails, message", [
     ("reset", "RuntimeError: no begin"),
     ("step", "RuntimeError: no step"),
+    ("exit", "SystemExit: no more"),
+    ("cancel", "CancelledError: cut"),
     (["returns", "text"], "step() returned a str; expected a trainer.rollouts.environment.Turn"),
     (["turn", 3], "the environment says 3; expected a string, or a list of messages"),
     (["turn", []], "the environment says []"),

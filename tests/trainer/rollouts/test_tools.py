@@ -9,7 +9,7 @@ import pytest
 from input_pipeline.chat.tool_formats import ToolCall
 from tests.input_pipeline.references import example_tools
 from tests.trainer.rollouts.test_environment import TINY, Sampler, marked, rendered, setup
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.rollouts import tools
 from trainer.rollouts.episode import Turn
 
@@ -45,27 +45,28 @@ def test_a_call_is_answered_and_the_answer_is_not_trained(tmp_path):
 
 def test_several_calls_are_made_in_their_order_and_errors_are_told(tmp_path):
   said = "".join([call("later", n=3), call("broken", text="no luck"), call("add", a=2), call("sub", a=1),
-                  "<tool_call>add</tool_call>"])
+                  "<tool_call>add</tool_call>", call("broken", text="exit()")])
   e, episodes, _ = play(tmp_path, [said, "done"])
   results = [m["content"] for m in e.completion if m["role"] == "tool"]
   assert results[:4] == ["[0, 1, 2]", "Error: ValueError: no luck", "Error: add: missing a required argument: 'b'",
                          "Error: there is no tool 'sub'; there are add, broken, later"]
-  assert results[4].startswith("Error: the call is not valid JSON") and len(results) == 5 and not e.failed
+  assert results[4].startswith("Error: the call is not valid JSON") and len(results) == 6 and not e.failed
+  assert results[5] == "Error: SystemExit: exit()"  # not the end of the run
   assert all(text in marked(e) for text in results)
-  assert episodes.metrics([e]) == {"tools/call_frequency": 5.0, "tools/failure_frequency": 0.8}
+  assert episodes.metrics([e]) == {"tools/call_frequency": 6.0, "tools/failure_frequency": 5 / 6}
 
 
 def test_results_are_texts_or_json_and_each_call_has_an_id_of_its_own():
   async def later(of):
     return {"é": [of]}
 
-  calls = [ToolCall("say", {"text": "hé"}), ToolCall("later", {"of": 2}, id="given"), ToolCall("say", {"text": 3}),
-           ToolCall(None, None, problem="it is none"), ToolCall("say", {"texts": "a"})]
+  calls = [ToolCall("say", {"text": "hé\ud83d"}), ToolCall("later", {"of": 2}, id="given"),
+           ToolCall("say", {"text": 3}), ToolCall(None, None, problem="it is none"), ToolCall("say", {"texts": "a"})]
   made = tools.ToolEnvironment({"say": lambda text: text, "later": later}, lambda completion: calls)
   turn = asyncio.run(made.step("…"))
   assert [(m["role"], m["name"], m["content"], m["tool_call_id"]) for m in turn.observation] == [
-      ("tool", "say", "hé", "000000000"), ("tool", "later", '{"é": [2]}', "given"), ("tool", "say", "3", "000000002"),
-      ("tool", "unknown", "Error: it is none", "000000003"),
+      ("tool", "say", r"hé\ud83d", "000000000"), ("tool", "later", '{"é": [2]}', "given"),
+      ("tool", "say", "3", "000000002"), ("tool", "unknown", "Error: it is none", "000000003"),
       ("tool", "say", "Error: say: missing a required argument: 'text'", "000000004")]
   calls.clear()
   assert asyncio.run(made.step("…")) == Turn() and made.reset("a prompt", column=1) is None
@@ -86,8 +87,8 @@ def test_tools_of_the_record_are_shown_too(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-  with pytest.raises(DataError, match="the tool 'add' is left out by"):
-    setup(tmp_path, [{"q": "Hi"}], template="gemma", tools=PATHS)
+  with pytest.raises(ConfigError, match=r"^rollout.tools: .*gemma.jinja does not show them, .*chat.template='qwen3'"):
+    setup(tmp_path, [{"q": "Hi"}], template="gemma", tools=PATHS)  # of no row, though none could be used
   with pytest.raises(DataError, match="a text to be continued, which shows no rollout.tools"):
     setup(tmp_path, [{"q": "Hi"}], template=None, tools=PATHS)
 

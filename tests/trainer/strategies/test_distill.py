@@ -16,6 +16,7 @@ from tests.trainer.strategies.pairs import jitted_logits
 from trainer import train
 from trainer.config import defaults, reward, source, strategy
 from trainer.errors import ConfigError, DataError
+from trainer.telemetry.row_losses import Rows
 
 
 class Keep(test_reference.Keep):
@@ -58,7 +59,7 @@ def test_the_loss_is_that_of_both_models_logits(tmp_path):
   """Of a teacher of another width and depth, whose vocabulary has other padding."""
   folder = tiny.hf_folder(tmp_path / "teacher", num_layers=3, hidden_size=32, vocab_size=258)
   c = config_of(tmp_path, strategy=strategy("distill", teacher=str(folder), beta=0.3, temperature=0.7), total_steps=2)
-  train(c, tmp_path / "w")
+  run = train(c, tmp_path / "w")
   teacher, params = hf.load(folder)
   student = tiny_student(c)
   for step, (before, batch, loss) in Keep.found.items():
@@ -66,6 +67,10 @@ def test_the_loss_is_that_of_both_models_logits(tmp_path):
     logits = [np.asarray(jitted_logits(model)(given, batch))[..., :258]
               for model, given in ((student, before), (teacher, params))]
     assert loss == pytest.approx(divergence(*logits, batch["loss_weights"], 0.3, 0.7), abs=1e-6), step
+  # So are the losses of rows, of which replays tell, and steps that are not finite.
+  logits[0] = np.asarray(jitted_logits(student)(run.state["params"], batch))[..., :258]
+  sums_B, weights_B = Rows(run).losses(batch, 2)
+  assert sums_B.sum() / weights_B.sum() == pytest.approx(divergence(*logits, batch["loss_weights"], 0.3, 0.7), abs=1e-6)
 
 
 def tiny_student(c):
@@ -105,6 +110,9 @@ def test_what_cannot_teach_is_refused(tmp_path):
   c.tokenizer.update(type="hf", path=str(tiny.ROOT / "tests" / "input_pipeline" / "references" / "tiny"))
   with pytest.raises(ConfigError, match="whose tokenizer is another one than this run's: entry 0 is"):
     train(c, tmp_path / "other")
+  fewer = str(tiny.hf_folder(tmp_path / "fewer", vocab_size=256))
+  with pytest.raises(ConfigError, match="whose embeddings are of 256 tokens, where this run's model has 258"):
+    train(config_of(tmp_path, strategy=strategy("distill", teacher=fewer)), tmp_path / "fewer_w")
   for option, message in ((dict(beta=1.5), "strategy.beta is 1.5; allowed: 0"),
                           (dict(temperature=0.0), "strategy.temperature is 0.0; it must be above 0")):
     with pytest.raises(ConfigError, match=message):

@@ -64,6 +64,14 @@ def test_a_path_that_leads_nowhere(path, message):
     teacher.find(path, "k")
 
 
+def test_a_folder_that_holds_no_model_is_told_by_its_key(tmp_path):
+  with pytest.raises(ConfigError, match=f"^k: {tmp_path} holds no checkpoint"):
+    teacher.find(str(tmp_path), "k")
+  (tmp_path / "adapter_config.json").write_text("{}")
+  with pytest.raises(ConfigError, match="^k is '.*', adapters without the model that they change"):
+    teacher.find(str(tmp_path), "k")
+
+
 @pytest.mark.parametrize("theirs, what", [
     ([b"a", b"b"], "they split texts in other ways, or have other special tokens"),
     ([b"a", b"b", b"c"], "this one has 2 entries, that one 3"),
@@ -76,13 +84,17 @@ def test_how_its_tokenizer_differs_is_said(monkeypatch, theirs, what):
   monkeypatch.setattr(teacher.api, "validate", lambda section, seq_len: asked.append((section, seq_len)))
   monkeypatch.setattr(teacher, "load_tokenizer", lambda file: SimpleNamespace(fingerprint="theirs", token_bytes=theirs))
   monkeypatch.setattr(teacher, "saved_fingerprint", lambda tokenizer: tokenizer.fingerprint)
-  ours = SimpleNamespace(fingerprint="ours", token_bytes=[b"a", b"b"])
+  ours = SimpleNamespace(fingerprint="ours", token_bytes=[b"a", b"b"], vocab_size=3)
+  config = SimpleNamespace(seq_len=64, model=SimpleNamespace(vocab_size=2))
   with pytest.raises(ConfigError) as told:
-    teacher.check(SimpleNamespace(seq_len=64), ours, "p", "k")
+    teacher.check(config, ours, "p", "k")
   assert str(told.value).startswith(f"k is 'p', whose tokenizer is another one than this run's: {what}. It reads the")
   assert asked == [("p", "k"), ("section", 64)]
   ours.fingerprint = "theirs"
-  teacher.check(SimpleNamespace(seq_len=64), ours, "p", "k")
+  teacher.check(config, ours, "p", "k")  # the run's model reads no more of the tokenizer's entries than it
+  config.model.vocab_size = None
+  with pytest.raises(ConfigError, match="k is 'p', whose embeddings are of 2 tokens, where this run's model has 3"):
+    teacher.check(config, ours, "p", "k")
 
 
 @pytest.mark.parametrize("is_hf", [True, False])
