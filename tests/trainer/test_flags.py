@@ -188,7 +188,7 @@ def test_serve_listens_where_it_is_told():
       sys.modules, uvicorn=SimpleNamespace(run=asked.note("run"))):
     serve_command._run(values)
   assert asked["make_app"] == ((values,), {})
-  assert asked["run"] == (("app",), dict(host="0.0.0.0", port=81, log_level="warning"))
+  assert asked["run"] == (("app",), dict(host="0.0.0.0", port=81, log_level="info", access_log=False))
 
 
 def test_embed(tmp_path, capsys):

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,8 +24,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from models import hf, lora
+from trainer import tree
+from trainer.checkpoints.init_from import EMBEDDINGS
 from trainer.distributed import processes
 from trainer.errors import ConfigError, DataError, one_of
 from trainer.generate.completion import Completion, More, Request
@@ -40,6 +44,8 @@ HANDOVERS: dict[str, Any] = {
 # Requests at a time.
 AT_A_TIME = 256
 RETRY_SECONDS = 0.5
+# Between two warnings that it is not there.
+WARN_SECONDS = 60
 
 
 def check(config: Any) -> None:
@@ -85,6 +91,8 @@ class Engine(Sampler):
     hf.config_json(model.architecture, getattr(model, "hf_config", None))  # better said now
     self._has: Any = None  # a leaf of the parameters that the server has
     self._fingerprint: str | None = None
+    self._giving, self._given_again = threading.Lock(), False
+    self._warns_at = 0.0
     self._times, self._name = 0, ""
 
   def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], request: Request
@@ -143,15 +151,28 @@ class Engine(Sampler):
       if jax.process_index() == 0 and not self._name:
         self._name = self._ask("/v1/models", None)["data"][0]["id"]
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was stopped
-    hf.save(self.model, params if self._lora is None else lora.merge(params, self._lora), folder, overwrite=True,
+    merged = params if self._lora is None else lora.merge(params, self._lora)
+    hf.save(self.model, _without_padding(merged, self.model.num_real_vocab), folder, overwrite=True,
             gather=processes.on_every_host if jax.process_count() > 1 else None)
     with processes.first_goes_first("giving parameters to rollout.engine"):
       if jax.process_index() == 0:
-        route, body = HANDOVERS[self._handover]
-        told = self._ask(route, body(str(folder)))
-        self._fingerprint = told.get("system_fingerprint") if isinstance(told, Mapping) else None
+        self._give()
         shutil.rmtree(self._folder / str(self._times - 1), ignore_errors=True)
-    self._has = leaf
+    self._has, self._given_again = leaf, False
+
+  def _give(self) -> None:
+    """Has the server read what was written last."""
+    route, body = HANDOVERS[self._handover]
+    told = self._ask(route, body(str(self._folder / str(self._times))))
+    self._fingerprint = told.get("system_fingerprint") if isinstance(told, Mapping) else None
+
+  def _give_again(self) -> None:
+    """Once for a handover, whichever thread is first: a server that was started anew has what it was started with."""
+    with self._giving:
+      if not self._given_again:
+        logging.warning("%s answers with other parameters than it was given: it is given them again.", self._url)
+        self._given_again = True
+        self._give()
 
   def _complete(self, ids: np.ndarray, limit: int, samples: Sequence[int], request: Request) -> list[tuple]:
     """(ids, log-probs, finish_reason, stop_reason) of each sample of a prompt, JSON-able."""
@@ -163,10 +184,13 @@ class Engine(Sampler):
     if request.stop is not None:
       body |= {"stop": list(request.stop.strings), "include_stop_str_in_output": True}
     answer = self._ask("/v1/completions", body)
+    if self._fingerprint and answer.get("system_fingerprint") != self._fingerprint:
+      self._give_again()
+      answer = self._ask("/v1/completions", body)
     has = answer.get("system_fingerprint")
     if self._fingerprint and has != self._fingerprint:
       raise DataError(f"{self._url} answers with parameters of the fingerprint {has}, and was given those of "
-                      f"{self._fingerprint}. Does another run use it, too?")
+                      f"{self._fingerprint}, twice. Does another run use it, too?")
     choices = sorted(answer.get("choices", ()), key=lambda choice: choice["index"])
     if len(choices) != len(samples):
       raise DataError(f"{self._url} returned {len(choices)} completions where {len(samples)} were asked for.")
@@ -182,8 +206,8 @@ class Engine(Sampler):
     problem = ""
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
       problem = f"{len(ids)} tokens with {len(logprobs)} log-probs, some of them no log-probs"
-    elif ids.min() < 0 or ids.max() >= self.model.vocab_size:
-      problem = f"token {ids.max()}, where the vocabulary has {self.model.vocab_size}"
+    elif ids.min() < 0 or ids.max() >= self.model.num_real_vocab:
+      problem = f"token {ids.max()}, where the vocabulary has {self.model.num_real_vocab}"
     elif reason not in ("stop", "length") or len(ids) > limit or reason == "length" and len(ids) < limit:
       problem = f"{len(ids)} tokens that end by {reason!r}, where {limit} were allowed"
     string = choice.get("stop_reason")
@@ -211,10 +235,21 @@ class Engine(Sampler):
         problem = f"status {error.code}: {said}"
       except (OSError, ValueError) as error:  # gone, or what came is no JSON
         problem = f"{type(error).__name__}: {error}"
-      time.sleep(min(RETRY_SECONDS, max(until - time.monotonic(), 0)))
+      if self._warns_at <= (now := time.monotonic()):
+        self._warns_at = now + WARN_SECONDS
+        logging.warning("rollout.engine %s%s: %s. It is asked again for up to %.0f s.", self._url, route, problem, left)
+      time.sleep(min(RETRY_SECONDS, max(until - now, 0)))
     raise ConfigError(f"rollout.engine {self._url}{route} has not answered for {self._timeout:g} s "
                       f"(rollout.engine_timeout_seconds): {problem or 'it takes too long'}. Start it, then run the "
                       "same command again.")
+
+
+def _without_padding(params: Any, size: int) -> Any:
+  """The parameters with so many entries of the vocabulary, those that its tokenizer has."""
+  leaves = tree.flatten(params)
+  return tree.unflatten(leaves | {
+      path: leaves[path][:size] if axis == 0 else leaves[path][:, :size]
+      for path, axis in EMBEDDINGS.items() if path in leaves and leaves[path].shape[axis] > size})
 
 
 def make_sampler(config: Any, model: Any, mesh: Any, workdir: Path) -> Sampler:

@@ -55,12 +55,13 @@ class Server:
   async def _load_weights(self, request: Request) -> Response:
     try:
       body = await _json(request)
-      if self._reload is None or not isinstance(body.get("path"), str):
+      if self._reload is None or not isinstance(body, dict) or not isinstance(body.get("path"), str):
         raise BadRequest("path: a folder with the same model; a server of a run's checkpoint (--workdir) takes none.",
                          "path")
       params, fingerprint = await asyncio.to_thread(self._reload, body["path"])
-      await asyncio.to_thread(self._engine.swap, params)
-      self.fingerprint = fingerprint
+      # Of what is asked for from now on, though others are sampled still.
+      swapped, self.fingerprint = self._engine.swap(params), fingerprint
+      await asyncio.to_thread(swapped.wait)
       return JSONResponse({"system_fingerprint": fingerprint})
     except (ConfigError, DataError, OSError) as error:
       return _refused(BadRequest(str(error), "path"))

@@ -52,14 +52,15 @@ def _run(given: Any) -> None:
     import uvicorn
   except ImportError as error:
     raise ConfigError(f"{error}. python -m trainer.serve needs it: pip install 'weft[serve]'.") from error
-  uvicorn.run(make_app(given), host=given.host, port=given.port, log_level="warning")
+  # It says where it listens, once it does.
+  uvicorn.run(make_app(given), host=given.host, port=given.port, log_level="info", access_log=False)
 
 
 def _define_flags() -> None:
   startup.define_model_flags()
   flags.DEFINE_string("name", None, "Of the model, as responses tell it. Default: the folder.")
   flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all.")
-  flags.DEFINE_integer("port", 8000, "Port to listen on.")
+  flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any that is free.", lower_bound=0, upper_bound=65535)
   flags.DEFINE_integer("rows", 32, "Texts that are generated at a time.", lower_bound=1)
   flags.DEFINE_integer("prefill_chunk", 0, "Prompts longer than this are run so many tokens at a time, between the "
                        "steps of others; 0: each at once.", lower_bound=0)

@@ -91,11 +91,11 @@ class Engine:
     """Has the job done; its `report` is called from now on."""
     self._waiting.put(job)
 
-  def swap(self, params: Any) -> None:
-    """Other parameters of the same model, from the next run on; returns when it has them."""
+  def swap(self, params: Any) -> threading.Event:
+    """Other parameters of the same model, for what is submitted from now on; the event is set when it has them."""
     done = threading.Event()
     self._waiting.put((params, done))
-    done.wait()
+    return done
 
   def close(self) -> None:
     """Ends the thread after the run that is under way."""

@@ -18,6 +18,10 @@ from trainer.generate.completion import Completion
 from trainer.serve.engine import How
 
 DEFAULT_TOKENS = 256
+# No whole number but a seed is larger, nor a token's id: what the device counts has 32 bits.
+LARGEST = 2 ** 30
+# No temperature but 0 is lower: logits divided by it would be no numbers.
+COLDEST = 1e-6
 # Keys that change nothing here, whatever they are.
 INERT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Keys of what a chat is to answer.
@@ -68,15 +72,14 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
     if given.pop(key, allowed[0]) not in allowed:
       raise BadRequest(f"{key}: found {body[key]!r}; allowed here: {', '.join(map(repr, allowed))}.", key)
 
-  def number(key: str, default: Any, kind: type, low: float, high: float = float("inf")) -> Any:
+  def number(key: str, default: Any, kind: type, low: float, high: float = LARGEST) -> Any:
     value = given.pop(key, None)
     if value is None:
       return default
     fits = isinstance(value, int) or kind is float and isinstance(value, float)
     if isinstance(value, bool) or not fits or not low <= value <= high:
       name = "a whole number" if kind is int else "a number"
-      raise BadRequest(f"{key}: found {value!r}; allowed: {name} from {low:g}"
-                       + f" to {high:g}." * (high < float("inf")), key)
+      raise BadRequest(f"{key}: found {value!r}; allowed: {name} from {low:g} to {high:g}.", key)
     return kind(value)
 
   def switch(key: str) -> bool:
@@ -91,10 +94,14 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
   if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
     raise BadRequest(f"stop: found {body['stop']!r}; allowed: a string or several, none of them empty.", "stop")
   more = given.pop("stop_token_ids", None) or []
-  if not isinstance(more, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in more):
+  if not isinstance(more, list) or not all(_is_id(i) for i in more):
     raise BadRequest(f"stop_token_ids: found {more!r}; allowed: a list of token ids.", "stop_token_ids")
   ends = {*more, *(() if switch("ignore_eos") else stop_ids)}
-  how = How(temperature=number("temperature", 1.0, float, 0, 100), top_k=max(number("top_k", 0, int, -1), 0),
+  temperature = number("temperature", 1.0, float, 0, 100)
+  if 0 < temperature < COLDEST:
+    raise BadRequest(f"temperature: found {temperature}; allowed: 0, which is greedy, or {COLDEST} and more.",
+                     "temperature")
+  how = How(temperature=temperature, top_k=max(number("top_k", 0, int, -1), 0),
             top_p=number("top_p", 1.0, float, 1e-9, 1), min_p=number("min_p", 0.0, float, 0, 1),
             stop_ids=tuple(sorted(ends)), stop=stop,
             seed=number("seed", None, int, -(2**63), 2**63))
@@ -108,6 +115,11 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
     key = sorted(given)[0]
     raise BadRequest(f"{key}: not known here. Leave it out.", key)
   return asked
+
+
+def _is_id(value: Any) -> bool:
+  """Whether it may be a token's, in whatever vocabulary."""
+  return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def mapping(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -126,7 +138,7 @@ def prompts(body: Mapping[str, Any]) -> list[str | np.ndarray]:
   for one in several:
     if isinstance(one, str) and one:
       found.append(one)
-    elif isinstance(one, list) and one and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in one):
+    elif isinstance(one, list) and one and all(_is_id(i) for i in one):
       found.append(np.array(one, np.int32))
     else:
       raise BadRequest("prompt: allowed: a text, a list of token ids, or a list of either, none of them empty.",

@@ -8,6 +8,7 @@ import pytest
 
 from models import api, hf, lora
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer import rollout_runs
 from tests.trainer.serve import servers
 from trainer import train, tree
@@ -237,17 +238,37 @@ def test_a_server_that_refuses_fails_or_is_not_there(policy, tmp_path):
     complete(policy, tmp_path, status=503, seconds=1.0)
 
 
-def test_one_that_fails_for_a_moment_is_asked_again(policy, tmp_path):
+def test_one_that_fails_for_a_moment_is_asked_again(policy, tmp_path, caplog, monkeypatch):
+  monkeypatch.setattr(engine_lib, "RETRY_SECONDS", 0.01)
   times = []
 
   def answer(route, body):
     times.append(route)
-    return (500, {}) if len(times) == 2 else (200, dict(choices=[choice()]))
+    return (500, {}) if len(times) in (2, 3) else (200, dict(choices=[choice()]))
 
   with servers.answering(answer) as url:
     (found,) = engine(policy, url, tmp_path).generate(policy[1], [[1, 2]], max_new_tokens=4, stop_ids=(7,))
   assert found.ids.tolist() == [5, 6, 7]
-  assert times == ["/v1/load_weights", "/v1/completions", "/v1/completions"]
+  assert times == ["/v1/load_weights"] + ["/v1/completions"] * 3
+  told, = [line for line in caplog.messages if "asked again" in line]
+  assert "/v1/completions: status 500" in told and "up to 20 s" in told
+
+
+def test_a_server_that_was_started_anew_is_given_the_parameters_again(policy, tmp_path):
+  """What it said meanwhile, by those that it was started with, is not trained on."""
+  given: list = []
+
+  def answer(route, body):
+    if route == "/v1/load_weights":
+      given.append(body["path"])
+      return 200, {"system_fingerprint": "new"}
+    if len(given) == 1:
+      return 200, dict(choices=[choice(token_ids=[1, 2, 7])], system_fingerprint="its own")
+    return 200, dict(choices=[choice()], system_fingerprint="new")
+
+  with servers.answering(answer) as url:
+    found = engine(policy, url, tmp_path).generate(policy[1], [[1], [2], [3]], max_new_tokens=4, stop_ids=(7,))
+  assert [one.ids.tolist() for one in found] == [[5, 6, 7]] * 3 and given == [str(tmp_path / "engine" / "1")] * 2
 
 
 def test_parameters_are_handed_over_once_and_as_the_server_wants_it(policy, tmp_path):
@@ -283,6 +304,26 @@ def test_with_adapters_the_merged_model_is_handed_over(policy, tmp_path):
   _, given = hf.load(tmp_path / "engine" / "1")
   rollout_runs.assert_same_state(given, lora.merge(params, adapted.spec.lora))
   assert np.any(given["blocks"]["attn"]["q"]["kernel"] != policy[1]["blocks"]["attn"]["q"]["kernel"])
+
+
+def test_entries_that_pad_the_vocabulary_are_not_handed_over(tmp_path):
+  """A run that began with no folder rounds its vocabulary up; what a server reads has the tokenizer's entries alone."""
+  cfg = defaults().model
+  cfg.update(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, tie_embeddings=False)
+  model = api.make_model(cfg, vocab_size=260, params_dtype="float32", compute_dtype="float32")
+  assert model.vocab_size == 384
+  params = initial(model)
+  with servers.answering(lambda route, body: (200, dict(choices=[choice(token_ids=[5, 6, 260])]))) as url:
+    c = defaults()
+    c.model, c.rollout.engine = cfg, url
+    with pytest.raises(DataError, match="token 260, where the vocabulary has 260"):
+      Engine(c, model, None, tmp_path / "engine").generate(params, [[1]], max_new_tokens=4, stop_ids=(260,))
+  read, given = hf.load(tmp_path / "engine" / "1")
+  assert read.vocab_size == 260
+  expected = tree.flatten(params)
+  expected["embed/embedding"] = expected["embed/embedding"][:260]
+  expected["unembed/kernel"] = expected["unembed/kernel"][:, :260]
+  rollout_runs.assert_same_state(given, tree.unflatten(expected))
 
 
 @pytest.mark.parametrize("change, says", [

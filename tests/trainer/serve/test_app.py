@@ -51,7 +51,7 @@ def direct(folder):
 
 
 def post(url, path, /, **body):
-  data = json.dumps(body).encode() if body else b"{"
+  data = json.dumps(body.get("whole", body)).encode() if body else b"{"
   request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
   with urllib.request.urlopen(request, timeout=120) as response:
     return json.loads(response.read())
@@ -260,7 +260,7 @@ def test_of_a_conversation_that_is_kept_only_what_is_new_is_run(direct):
   for choice in choices:
     choice.add(told[-1])
   assert responses.usage(choices)["prompt_tokens_details"] == {"cached_tokens": 35}  # of one prompt
-  engine.swap(jax.tree.map(jnp.copy, loaded.params))
+  engine.swap(jax.tree.map(jnp.copy, loaded.params)).wait()
   ask(np.concatenate([first, said, [7]]).astype(np.int32))
   assert engine.kept.reused == 2 * whole + 1 + 35
   engine.close()
@@ -302,6 +302,12 @@ def test_calls_of_tools_are_told_as_openai_tells_them(text, content, calls, end)
 
 @pytest.mark.parametrize("path, body, key, says", [
     ("/v1/completions", dict(prompt="a", max_tokens=0), "max_tokens", "a whole number from 1"),
+    # What has no place in 32 bits would else end what others asked for at the same time.
+    ("/v1/completions", dict(prompt="a", max_tokens=10 ** 12), "max_tokens", "a whole number from 1 to"),
+    ("/v1/completions", dict(prompt="a", top_k=10 ** 12), "top_k", "a whole number from -1 to"),
+    ("/v1/completions", dict(prompt="a", stop_token_ids=[10 ** 12]), "stop_token_ids", "allowed: a list of token ids"),
+    ("/v1/completions", dict(prompt=[10 ** 12]), "prompt", "token ids"),
+    ("/v1/completions", dict(prompt="a", temperature=1e-40), "temperature", "allowed: 0, which is greedy, or 1e-06"),
     ("/v1/completions", dict(prompt="a", temperature="hot"), "temperature", "allowed: a number from 0 to 100"),
     ("/v1/completions", dict(prompt="a", top_p=0), "top_p", "found 0"),
     ("/v1/completions", dict(prompt="a", stop=[""]), "stop", "none of them empty"),
@@ -331,6 +337,8 @@ def test_calls_of_tools_are_told_as_openai_tells_them(text, content, calls, end)
     ("/v1/load_weights", dict(path="/no/such/folder"), "path", "/no/such/folder"),
     ("/v1/load_weights", dict(path=7), "path", "a folder with the same model"),
     ("/v1/completions", {}, None, "is no JSON"),
+    ("/v1/completions", dict(whole=[]), None, "a JSON object"),
+    ("/v1/load_weights", dict(whole=[]), "path", "a folder with the same model"),
 ])
 def test_what_cannot_be_done_is_refused_by_name(url, path, body, key, says):
   status, param, message = refused(url, path, **body)
@@ -391,6 +399,26 @@ def test_other_parameters_are_taken_from_a_folder(url, folder, tmp_path):
   assert "another model than the one that is served" in refused(url, "/v1/load_weights", path=str(wider))[2]
   assert post(url, "/v1/load_weights", path=str(folder))["system_fingerprint"] == before["system_fingerprint"]
   assert says()["choices"] == before["choices"]
+
+
+def test_what_is_asked_for_behind_a_swap_is_told_whose_parameters_it_gets(direct):
+  """Also while others are sampled still, by those before."""
+  swapped, given = threading.Event(), []
+  server = Server(SimpleNamespace(swap=lambda params: given.append(params) or swapped), direct[0], "tiny", "first",
+                  lambda path: (path, "second"))
+
+  async def body():
+    return b'{"path": "other"}'
+
+  async def swap():
+    answer = asyncio.ensure_future(server._load_weights(SimpleNamespace(body=body)))
+    while not given and not answer.done():
+      await asyncio.sleep(0.001)
+    meanwhile = server.fingerprint, answer.done()
+    swapped.set()
+    return meanwhile, json.loads((await answer).body)
+
+  assert asyncio.run(swap()) == (("second", False), {"system_fingerprint": "second"}) and given == ["other"]
 
 
 def test_one_of_a_run_and_a_folder():

@@ -138,15 +138,12 @@ def test_other_parameters_are_those_of_what_was_asked_for_after_them(made):
   held(sampler, engine)
   before, after = Asked(2, how(temperature=0.0)), Asked(3, how(temperature=0.0))
   engine.submit(before.job)
-  swapping = threading.Thread(target=engine.swap, args=("second",), daemon=True)
-  swapping.start()
-  while engine._waiting.qsize() < 2:
-    pass
+  swapped = engine.swap("second")
   engine.submit(after.job)
+  assert not swapped.is_set()
   sampler.hold.set()
   before.answer(), after.answer()
-  swapping.join(10)
-  assert not swapping.is_alive()
+  assert swapped.wait(10)
   assert [(run["params"], [token for token, _, _ in run["asked"]]) for run in sampler.runs] == [
       ("first", [1]), ("first", [2]), ("second", [3])]
 
@@ -160,7 +157,7 @@ def test_texts_that_are_kept_are_of_the_parameters_that_there_are():
   engine.submit(asked.job)
   asked.answer()
   assert sampler.runs[0]["kept"] is engine.kept and not cleared
-  engine.swap("second")
+  assert engine.swap("second").wait(10)
   assert cleared == [1]
   engine.close()
 
