@@ -163,6 +163,8 @@ EXPECTED: dict[str, Any] = {
   "rollout.devices": ([[4], [5], [6], [7]], [[0], [1], [2], [3]]),
   "rollout.tensor": ([[4, 5], [6, 7]], [[0], [1], [2], [3]]),
   "rollout.carry_over": [0, True],
+  "rollout.replay_groups": [2, 4],
+  "rollout.replay_window": [1, 3],
   "rollout.environment_workers": 2,
   "rollout.turn_share": 1,  # else one a turn
   "rollout.kept_texts": 5,

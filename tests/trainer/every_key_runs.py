@@ -285,6 +285,12 @@ def goes_on(m: Made) -> list:
   return [data._ahead._lead, data.producer._carries]
 
 
+def trained_again(m: Made) -> list:
+  """How many groups each rollout trains on again, and of how many rollouts before it."""
+  replay = m.begun.run.data.producer._replay
+  return [replay.count, replay.window]
+
+
 def scoring_processes(m: Made) -> int:
   """Processes that compute rewards, once the first rollout is scored."""
   return _then(m, lambda run: len(run.data.producer.scorer._workers))

@@ -389,7 +389,10 @@ STRATEGY = {
     "as_messages": data(True, {"chat.template": "plain"}, matches),
     "generation_prompt": data(True, {"chat.template": "plain"}, talks)}.items()},
   **strategies("grpo", {
-    **{f"preset={name}": program(name) for name in presets.PRESETS if name != "grpo"},
+    **{f"preset={name}": program(name) for name in presets.PRESETS if name not in ("grpo", "gdpo")},
+    "preset=gdpo": run(sampled, "gdpo", base=prompts), "combine": run(sampled, "normalize_then_sum", base=prompts),
+    "sapo_temperature_pos": program(2.0, {"strategy.clip": "sapo"}),
+    "sapo_temperature_neg": program(2.0, {"strategy.clip": "sapo"}), "off_policy_mask_threshold": program(0.5),
     "ratio": program("sequence"), "clip": program("cispo"), "clip_low": program(0.1), "clip_high": program(0.3),
     "clip_dual": program(3.0), "aggregate": program("token"),
     "aggregate_length": program(7, {"strategy.aggregate": "constant"}),

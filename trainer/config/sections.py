@@ -274,6 +274,10 @@ def rollout() -> ConfigDict:
   # in the next one, by the policy of then, as far as max_staleness allows; no row waits for the longest completion.
   # What goes on is run again by that policy, but not with in_flight: then it goes on in its row.
   c.carry_over = False
+  # Beside its own, each rollout trains on so many groups of the `replay_window` rollouts before it, of those that had
+  # something to teach, drawn anew each time (docs/grpo.md#groups-that-are-trained-on-again).
+  c.replay_groups = 0
+  c.replay_window = 4
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.
   c.resample = unset(int)

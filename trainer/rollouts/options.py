@@ -29,7 +29,7 @@ def check(config: Any) -> None:
   for key, least in (("num_prompts", 1), ("group_size", 1 if alone else 2), ("updates", 1), ("epochs", 1),
                      ("max_new_tokens", 1), ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0),
                      ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1), ("max_staleness", 0),
-                     ("prefill_chunk", 0), ("kept_texts", 0), ("devices", 0), ("tensor", 1)):
+                     ("prefill_chunk", 0), ("kept_texts", 0), ("devices", 0), ("tensor", 1), ("replay_groups", 0)):
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   engine.check(config)
@@ -91,7 +91,8 @@ def check_devices(config: Any) -> None:
 def routing(config: Any, model: Any) -> tuple[int, int] | None:
   """Layers with experts, and experts of a token, where those of sampled tokens are recorded; else None."""
   c = config.rollout
-  return getattr(model, "routing", None) if c.num_prompts and c.engine is None and not c.carry_over else None
+  return getattr(model, "routing", None) if (
+      c.num_prompts and c.engine is None and not c.carry_over and not c.replay_groups) else None
 
 
 def _check_strategy(config: Any, truncated: bool) -> None:
@@ -181,7 +182,29 @@ def _check_staleness(config: Any) -> None:
       raise ConfigError(f"rollout.carry_over is True, and there is rollout.{others[0]}: completions can go on in the "
                         "next rollout where this program samples them, and nothing answers them. Leave one of them "
                         "out.")
+  _check_replay(config)
   if c.max_staleness and "correction" in config.strategy and config.strategy.correction == "none":
     raise ConfigError(f"rollout.max_staleness is {c.max_staleness}, but strategy.correction is 'none': completions of "
                       "an older policy would be trained on as if they were of this one. Use "
                       "--config.strategy.correction=token_truncate (docs/grpo.md), or rollout.max_staleness=0.")
+
+
+def _check_replay(config: Any) -> None:
+  """Refuses groups of earlier rollouts where they cannot be trained on again."""
+  c, strategy = config.rollout, strategies.of(config)
+  if not c.replay_groups:
+    return
+  if c.replay_window < 1:
+    raise ConfigError(f"rollout.replay_window is {c.replay_window}; it must be at least 1: groups are of so many "
+                      "rollouts before.")
+  if "correction" not in config.strategy or strategy.critic:
+    raise ConfigError(f"rollout.replay_groups is {c.replay_groups}, by which completions of older policies are trained "
+                      f"on again, with what they were worth then; strategy {config.strategy.name!r} does not know how. "
+                      "Use strategy grpo, or 0.")
+  if config.strategy.correction == "none":
+    raise ConfigError(f"rollout.replay_groups is {c.replay_groups}, but strategy.correction is 'none': completions of "
+                      "older policies would be trained on as if they were of this one. Use "
+                      "--config.strategy.correction=token_truncate (docs/grpo.md), or rollout.replay_groups=0.")
+  if c.replay_experts:
+    raise ConfigError("rollout.replay_groups and rollout.replay_experts exclude each other: the recorded experts of "
+                      "earlier rollouts are those of other routers. Leave one of them out.")

@@ -30,6 +30,7 @@ from trainer.metrics import to_floats
 from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
+from trainer.rollouts import replay as replay_lib
 from trainer.rollouts.carried import Ages, Group
 from trainer.rollouts.curriculum import SAVED, Curriculum
 from trainer.rollouts.engine import make_sampler
@@ -72,6 +73,7 @@ class Rollout(NamedTuple):
     table: a line for each completion, JSON-able.
     rates: of prompts after it (trainer/rollouts/curriculum.py); None: not measured.
     carried: groups that had begun when it was over, and go on in the next one.
+    remembered: groups, its own among them, that later ones may train on again (trainer/rollouts/replay.py).
     oldest: updates of the policy that sampled its oldest tokens; None: as `version`.
     changes, kept: of the policy while it was sampled, and rows that were held (trainer/rollouts/schedule.py).
   """
@@ -89,6 +91,7 @@ class Rollout(NamedTuple):
   table: list[dict[str, Any]]
   rates: np.ndarray | None = None
   carried: Sequence[Group] = ()
+  remembered: Sequence[replay_lib.Remembered] = ()
   oldest: int | None = None
   changes: Sequence[tuple[int, int]] = ()
   kept: int = 0
@@ -100,9 +103,11 @@ class Rollout(NamedTuple):
 
   def saved(self, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(JSON-able, {name of an array, which begins with `name`: it}), from which `restored` makes it again."""
-    meta = {key: value for key, value in self._asdict().items() if key not in ("experience", "rates", "carried")}
+    meta = {key: value for key, value in self._asdict().items() if key not in ("experience", "rates", "carried",
+                                                                               "remembered")}
     meta["carried"], carried = carried_lib.saved(self.carried, CARRIED)
-    arrays = self.experience.arrays() | carried | ({} if self.rates is None else {SAVED: self.rates})
+    meta["remembered"], remembered = replay_lib.saved(self.remembered, replay_lib.NAME)
+    arrays = self.experience.arrays() | carried | remembered | ({} if self.rates is None else {SAVED: self.rates})
     return meta, {f"{name}{key}": part for key, part in arrays.items()}
 
   @staticmethod
@@ -110,9 +115,10 @@ class Rollout(NamedTuple):
     own = {key.removeprefix(name): part for key, part in arrays.items() if key.startswith(name)}
     signal, rates = meta["no_signal"], own.pop(SAVED, None)
     carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
+    remembered = replay_lib.restored(meta.get("remembered", ()), own, replay_lib.NAME)
     return Rollout(**dict(meta) | {"rates": rates, "no_signal": None if signal is None else NoSignal(*signal),
                                    "experience": Experience(**own) if own else experience_lib.collect([]),
-                                   "carried": carried})
+                                   "carried": carried, "remembered": remembered})
 
   def packed(self) -> bytes:
     """The rollout for another process, which `unpacked` makes it again from."""
@@ -145,6 +151,7 @@ class Producer:
   def __init__(self, config: Any, prompts: PromptData, policy: Policy, workdir: Any):
     c, self._seed, self._prompts = config.rollout, config.seed, prompts
     self._carries, self._max_staleness, self._kept_texts = c.carry_over, c.max_staleness, c.kept_texts
+    self._replay = replay_lib.Replay(c.replay_groups, c.replay_window if c.replay_groups else 0, config.seed)
     self._shares = c.share_beginnings
     # Where policies change within a text anyway, what goes on is not run again by a newer one.
     self._held = Held() if c.carry_over and c.in_flight else None
@@ -224,15 +231,19 @@ class Producer:
     begun_here = len(groups) + len(replaced) + len(carried) - going
     rates, about = self.curriculum.after(rates, groups + replaced, drawn - before - begun_here)
     samples = self._select(groups)
-    about |= policies.staleness(first_step)
+    remembered = () if last is None else last.remembered
+    again = self._replay.choose(remembered, number)
+    about |= policies.staleness(first_step) | replay_lib.metrics(again, first_step)
     if carries:
       about |= carried_lib.metrics(whole, carried, ages)
     if self._held is not None:
       about["rollout/rows_held"] = float(kept)
     return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],
-                   experience_lib.collect(samples.units), self._metrics(groups, replaced, samples) | about,
+                   experience_lib.collect(samples.units + replay_lib.units(again)),
+                   self._metrics(groups, replaced, samples) | about,
                    groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded, self._strategy.critic),
                    groups_lib.table(self.names, groups, samples), rates, carried,
+                   self._replay.after(remembered, number, version, samples.units),
                    min((group.oldest for group in whole), default=None), policies.changes, kept)
 
   def close(self) -> None:

@@ -30,6 +30,7 @@ from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy, options, schedule
+from trainer.rollouts import replay as replay_lib
 from trainer.rollouts.at_once import make_ahead
 from trainer.rollouts.curriculum import SAVED
 from trainer.rollouts.experience import Experience
@@ -193,7 +194,8 @@ class Rollouts:
             "reward_models": self.producer.models.saved(), "ahead": ahead}
     arrays = {} if now is None or now.rates is None else {SAVED: now.rates}
     meta["carried"], carried = carried_lib.saved(now.carried if now else (), CARRIED)
-    arrays |= carried
+    meta["remembered"], remembered = replay_lib.saved(now.remembered if now else (), replay_lib.NAME)
+    arrays |= carried | remembered
     if not done and now.experience.num_units:
       arrays |= now.experience.arrays() | self._valued | ({} if self._old is None else {"old": self._old})
     for place, rollout in enumerate(waiting):
@@ -220,11 +222,14 @@ class Rollouts:
     waiting = [Rollout.restored(f"ahead{place}_", said, arrays) for place, said in enumerate(meta.get("ahead", ()))]
     own = {key: part for key, part in arrays.items() if not key.startswith("ahead")}
     carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
+    remembered = replay_lib.restored(meta.get("remembered", ()), own, replay_lib.NAME)
     if meta["data"] != self.fingerprint:
-      if left_off := len(waiting[-1].carried if waiting else carried):
-        logging.warning("The prompts are no longer those of the checkpoint: %d groups that had begun are left off.",
-                        left_off)
-      waiting, carried = [rollout._replace(rates=None, carried=()) for rollout in waiting], []
+      for what, left in (("that had begun are left off", waiting[-1].carried if waiting else carried),
+                         ("of earlier rollouts are forgotten", waiting[-1].remembered if waiting else remembered)):
+        if left:
+          logging.warning("The prompts are no longer those of the checkpoint: %d groups %s.", len(left), what)
+      waiting = [rollout._replace(rates=None, carried=(), remembered=()) for rollout in waiting]
+      carried, remembered = [], []
     if meta["steps"]:
       # A checkpoint without them is of an earlier version, whose p_old was what the sampler computed.
       before = np.tile(own.get("logprobs", np.zeros(0)), (meta["steps"] // meta["updates"], 1))
@@ -233,7 +238,7 @@ class Rollouts:
       self._now = Rollout(meta["number"], meta.get("version", meta["first_step"]), meta["first_step"], meta["steps"],
                           meta["updates"], meta["drawn"], [],
                           Experience(**own) if own else experience_lib.collect([]), self.metrics, None, [], rates,
-                          carried)
+                          carried, remembered)
       self._old = old if "old_logprobs" in self._keys() and not meta["done"] else None
     self._ahead.restore(step, self._now, waiting)
     left = [rollout for rollout in (None if meta["done"] else self._now, *waiting) if rollout is not None]
@@ -258,7 +263,8 @@ class Rollouts:
     self._now, ahead = self._ahead.pop()
     now = self._now
     self.metrics = now.metrics | ahead
-    self._images, self._added = self._images_of(now.groups), self._added_of(now.experience)
+    self._images = self._images_of({*now.groups, *now.experience.numbers.tolist()})
+    self._added = self._added_of(now.experience)
     self._old, self._valued = None, {}
     if self._returns is not None or "old_logprobs" in self._keys():
       with run.chrono.pause("rollout"):

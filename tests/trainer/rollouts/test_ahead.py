@@ -72,7 +72,7 @@ def test_in_turns_each_rollout_is_of_the_policy_two_updates_before(straight):
   for step in (1, 3, 5, 7):
     assert rows[step]["policy/ratio_mean"] == 1 and rows[step]["clip_ratio/region_mean"] == 0
     assert (rows[step]["sampling/sampling_logp_difference/max"] < 1e-5) == (step == 1)
-  before = SimpleNamespace(drawn=4, rates=None, carried=())
+  before = SimpleNamespace(drawn=4, rates=None, carried=(), remembered=())
   again = run.data.producer.roll(Policies(start_of(run), 0), 1, before, 2, run.data.taken.at(2), lambda: False)
   assert again.table == table(workdir, 3)
   np.testing.assert_array_equal(again.groups, [4, 5, 6, 7])

@@ -52,7 +52,7 @@ def test_what_is_allowed_is(resolved):
 @pytest.mark.parametrize("key, least", [
     ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1), ("batch_size", 1), ("resample", 0),
     ("max_without_lesson", 0), ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1),
-    ("max_staleness", 0), ("prefill_chunk", 0), ("kept_texts", 0), ("devices", 0), ("tensor", 1)])
+    ("max_staleness", 0), ("prefill_chunk", 0), ("kept_texts", 0), ("devices", 0), ("tensor", 1), ("replay_groups", 0)])
 def test_numbers_have_their_least(resolved, key, least):
   refused(changed(resolved, **{key: least - 1}), f"rollout.{key} is {least - 1}; it must be at least {least}.")
   options.check(changed(resolved, **{key: least}))
@@ -99,6 +99,8 @@ def test_a_group_of_one_is_enough_where_nothing_is_compared_within_it(resolved):
      "completions go on in the next rollout, 6 updates later (rollout.updates × rollout.epochs), and rollout.max_stal"),
     (dict(carry_over=True, max_staleness=6, tools=("a.b",)), "rollout.carry_over is True, and there is rollout.tools"),
     (dict(max_staleness=1), "rollout.max_staleness is 1, but strategy.correction is 'none'"),
+    (dict(replay_groups=2), "rollout.replay_groups is 2, but strategy.correction is 'none'"),
+    (dict(replay_groups=2, replay_window=0), "rollout.replay_window is 0; it must be at least 1"),
     (dict(environment=f"{TOYS}.Echo", tools=("a.b",)), "rollout.tools are answered by an environment of their own"),
     (dict(environment=f"{TOYS}.Echo", rewards=dict(environment=reward(type=f"{TOYS}.low"))),
      "rollout.rewards.environment has the name of what rollout.environment gives"),
@@ -121,6 +123,14 @@ def test_what_stands_elsewhere_in_the_config_may_be_against_rollouts(resolved):
   moe = changed(resolved, carry_over=True, max_staleness=4, replay_experts=True)
   moe.model.moe.num_experts = 4
   refused(moe, "rollout.carry_over and rollout.replay_experts exclude each other")
+  moe = changed(resolved, "grpo", "strategy", correction="token_mask")
+  moe.model.moe.num_experts = 4
+  moe.rollout.update(replay_groups=2, replay_window=1)
+  options.check(moe)
+  moe.rollout.replay_experts = True
+  refused(moe, "rollout.replay_groups and rollout.replay_experts exclude each other")
+  for name in ("dpo", "ppo", "distill"):
+    refused(changed(resolved, name, replay_groups=2), f"strategy '{name}' does not know how. Use strategy grpo, or 0.")
   # Pairs are compared with their own log-probs, whatever was never sampled.
   options.check(changed(resolved, "dpo", top_k=5))
 
@@ -153,7 +163,7 @@ def test_a_schedule_is_read_as_the_config_allows(resolved, tmp_path):
 def test_experts_are_recorded_where_each_token_is_of_one_policy_of_this_program(resolved):
   model = SimpleNamespace(routing=(3, 2))
   for values, expected in (({}, (3, 2)), (dict(carry_over=True), None), (dict(engine="http://a"), None),
-                           (dict(num_prompts=0), None)):
+                           (dict(replay_groups=1), None), (dict(num_prompts=0), None)):
     assert options.routing(changed(resolved, **values), model) == expected
   assert options.routing(changed(resolved), SimpleNamespace()) is None
 

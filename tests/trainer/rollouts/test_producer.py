@@ -24,6 +24,7 @@ from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Trajectory
 from trainer.rollouts.groups import NoSignal
 from trainer.rollouts.producer import Producer, Rollout
+from trainer.rollouts.replay import Replay
 from trainer.rollouts.schedule import Policies
 
 SIZE = Piece(0, 0, 2, 6, 3)  # two prompts for six steps, in passes of three
@@ -114,7 +115,7 @@ def make(reward_of, resample=0, names=("good",), weights=(1.0,), rewards=None, *
   made._seed, made._prompts, made._group_size, made._resample = 7, prompts, 2, resample
   made._carries, made._max_staleness, made._kept_texts, made._shares, made._held = False, 0, 0, False, None
   made._has_environment, made._compares_all, made._shows = rewards is not None, True, False
-  made._strategy, made._apart = strategies.find("grpo"), False
+  made._strategy, made._apart, made._replay = strategies.find("grpo"), False, Replay(0, 0, 7)
   made._select = lambda groups: producer_lib.groups_lib.sequences(groups, "group", "none", False)
   made._sampling = dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
   made.sampler, made.episodes = Sampler(), Episodes(rewards)
@@ -272,7 +273,7 @@ def test_a_producer_is_made_of_what_the_config_says(monkeypatch, name, mask, com
   prompts = SimpleNamespace(every_item=lambda: items)
   given = dict(carry_over=True, in_flight=True, max_staleness=5, kept_texts=4, share_beginnings=True, group_size=3,
                resample=6, environment="mine", mask_truncated=mask, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1,
-               max_new_tokens=9, concurrent=False)
+               max_new_tokens=9, concurrent=False, replay_groups=2, replay_window=5)
   config = SimpleNamespace(rollout=SimpleNamespace(**given), seed=7, seq_len=40,
                            strategy=ConfigDict(dict(name=name, baseline="none", scale="rollout", **more)))
   made = Producer(config, prompts, producer_lib.Policy("model", "tokenizer", "mesh"), "workdir")
@@ -281,7 +282,7 @@ def test_a_producer_is_made_of_what_the_config_says(monkeypatch, name, mask, com
   assert asked == dict(make_sampler=(config, "model", "mesh", "workdir"), Episodes=(config, "tokenizer", prompts),
                        make_scorer=(config, prompts), RewardModels=(config, "mesh"), Curriculum=(config, prompts))
   assert made.names == ("a", "b", "c", "environment") and made._weights.tolist() == [2.0, 3.0, 4.0, 1.0]
-  assert made._apart == apart
+  assert made._apart == apart and made._replay == Replay(2, 5, 7)
   assert made._sampling == dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
   assert [made._seed, made._prompts, made._carries, made._max_staleness, made._kept_texts, made._shares,
           made._group_size, made._resample] == [7, prompts, True, 5, 4, True, 3, 6]
