@@ -259,7 +259,8 @@ def test_a_key_that_nothing_uses_is_refused_before_parameters_are_made(corpus, t
   monkeypatch.setattr("trainer.state.initialise", lambda *args: pytest.fail("parameters are made"))
   config = tiny.config(corpus)
   config.optimizer.momentum = 0.5
-  with pytest.raises(ConfigError, match="nothing in this configuration uses them:\n  - config.optimizer.mom"):
+  with pytest.raises(ConfigError, match="nothing in this configuration uses them:\n  - config.optimizer.momentum = 0.5"
+                     r"\nRemove them \(by a flag: --config.optimizer.momentum=0.95\), or change what"):
     train(config, tmp_path)
 
 

@@ -292,10 +292,13 @@ def audit(view: View) -> None:
   unread = [k for k, v in flatten(config).items() if as_given(k, v) != as_given(k, default.get(k))
             and k not in view._read and not k.startswith("plan.")]
   if unread:
+    # A config file may have set them for what a flag has then turned off.
+    known = [k for k in unread if k in default]
+    unset = f" (by a flag: --config.{known[0]}={default[known[0]]})" if known else ""
     raise ConfigError(
         "these keys were changed, but nothing in this configuration uses them:\n"
         + "\n".join(f"  - config.{k} = {_get(config, k)!r}" for k in unread)
-        + "\nRemove them, or change what should use them (for instance optimizer.name or strategy.name).")
+        + f"\nRemove them{unset}, or change what should use them (for instance optimizer.name or strategy.name).")
 
 
 def baseline(config: Mapping) -> dict[str, object]:
