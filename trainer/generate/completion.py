@@ -75,6 +75,7 @@ class Request:
       come later, so that which prompts share does not depend on when. None: each prompt is run by itself.
     more: asked before each chunk, whether or not any text is left (`idle`), for prompts that come only now. None: there
       are none.
+    stopped: asked again and again by what waits for a server; where it says so, no more parts come.
     newer: asked before each chunk for parameters with which all goes on that is not run yet; None: those that there
       are. Keys and values of what has been run stay as they were computed.
   """
@@ -100,6 +101,7 @@ class Request:
   held: Held | None = None
   beginnings: Beginnings | None = None
   more: "Callable[[bool], More] | None" = None
+  stopped: Callable[[], bool] = lambda: False
   newer: Callable[[], Any] = lambda: None
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,14 @@ HANDOVERS: dict[str, Any] = {
 # Requests at a time.
 AT_A_TIME = 256
 RETRY_SECONDS = 0.5
+# Between two looks at whether the run stops, while the server is waited for.
+LOOK_SECONDS = 1.0
 # Between two warnings that it is not there.
 WARN_SECONDS = 60
+
+
+class Stopped(Exception):
+  """The run stops, and waits no longer."""
 
 
 def check(config: Any) -> None:
@@ -103,11 +109,15 @@ class Engine(Sampler):
       ConfigError: the server refuses, or does not answer in time.
       DataError: what it answers cannot be.
     """
-    self.hand_over(params)
+    try:
+      self.hand_over(params, request.stopped)
+    except Stopped:
+      return
     waiting: dict[int, Sequence[int]] = {}  # the samples of each prompt that is not answered
     asked: dict[Future, int] = {}  # in the first process, its number
     numbers = itertools.count()
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    pool, leaves = ThreadPoolExecutor(AT_A_TIME), threading.Event()
+    try:
 
       def ask(prompts: Sequence[Sequence[int] | np.ndarray], request: Request) -> None:
         ids = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
@@ -117,10 +127,10 @@ class Engine(Sampler):
         for one, limit, of in zip(ids, limits.tolist(), samples, strict=True):
           waiting[number := next(numbers)] = of
           if jax.process_index() == 0:
-            asked[pool.submit(self._complete, one, limit, of, request)] = number
+            asked[pool.submit(self._complete, one, limit, of, request, leaves.is_set)] = number
 
       ask(prompts, request)
-      while True:
+      while not request.stopped():
         more = More() if request.more is None else request.more(not waiting)
         if len(more.prompts):
           ask(more.prompts, dataclasses.replace(request, **more.options))
@@ -130,18 +140,26 @@ class Engine(Sampler):
           for sample, (tokens, told, reason, string) in zip(waiting.pop(number), answers, strict=True):
             logprobs = np.array(told, np.float32)
             yield Completion(number, sample, np.array(tokens, np.int32), logprobs, logprobs, reason, string)
+    finally:  # whatever is asked and not answered is of no use to anybody
+      leaves.set()
+      pool.shutdown(wait=False, cancel_futures=True)
 
   def _answers(self, asked: dict[Future, int]) -> list[tuple[int, list[tuple]]]:
     """(number of a prompt, its completions) of those that have come, the same in every process; they leave `asked`."""
     found: list[tuple[int, list[tuple]]] = []
     with processes.first_goes_first("sampling by rollout.engine"):
       if asked:
-        done = wait(asked, return_when=FIRST_COMPLETED).done
+        alone = jax.process_count() == 1  # several stop where all have the same parts
+        done = wait(asked, timeout=LOOK_SECONDS if alone else None, return_when=FIRST_COMPLETED).done
         found = sorted((asked.pop(future), future.result()) for future in done)
     return processes.from_first(found)
 
-  def hand_over(self, params: Any) -> None:
-    """Gives the server these parameters, unless it has them."""
+  def hand_over(self, params: Any, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Gives the server these parameters, unless it has them.
+
+    Raises:
+      Stopped: `stopped` says so while the server is not there.
+    """
     leaf = jax.tree.leaves(params)[0]
     if leaf is self._has:
       return
@@ -149,32 +167,33 @@ class Engine(Sampler):
     folder = self._folder / str(self._times)
     with processes.first_goes_first("reaching rollout.engine"):
       if jax.process_index() == 0 and not self._name:
-        self._name = self._ask("/v1/models", None)["data"][0]["id"]
+        self._name = self._ask("/v1/models", None, stopped)["data"][0]["id"]
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was stopped
     merged = params if self._lora is None else lora.merge(params, self._lora)
     hf.save(self.model, _without_padding(merged, self.model.num_real_vocab), folder, overwrite=True,
             gather=processes.on_every_host if jax.process_count() > 1 else None)
     with processes.first_goes_first("giving parameters to rollout.engine"):
       if jax.process_index() == 0:
-        self._give()
+        self._give(stopped)
         shutil.rmtree(self._folder / str(self._times - 1), ignore_errors=True)
     self._has, self._given_again = leaf, False
 
-  def _give(self) -> None:
+  def _give(self, stopped: Callable[[], bool]) -> None:
     """Has the server read what was written last."""
     route, body = HANDOVERS[self._handover]
-    told = self._ask(route, body(str(self._folder / str(self._times))))
+    told = self._ask(route, body(str(self._folder / str(self._times))), stopped)
     self._fingerprint = told.get("system_fingerprint") if isinstance(told, Mapping) else None
 
-  def _give_again(self) -> None:
+  def _give_again(self, stopped: Callable[[], bool]) -> None:
     """Once for a handover, whichever thread is first: a server that was started anew has what it was started with."""
     with self._giving:
       if not self._given_again:
         logging.warning("%s answers with other parameters than it was given: it is given them again.", self._url)
         self._given_again = True
-        self._give()
+        self._give(stopped)
 
-  def _complete(self, ids: np.ndarray, limit: int, samples: Sequence[int], request: Request) -> list[tuple]:
+  def _complete(self, ids: np.ndarray, limit: int, samples: Sequence[int], request: Request,
+                stopped: Callable[[], bool]) -> list[tuple]:
     """(ids, log-probs, finish_reason, stop_reason) of each sample of a prompt, JSON-able."""
     drawn = hashlib.blake2b(f"{request.seed}:{list(samples)}:".encode() + ids.tobytes(), digest_size=4)
     body = {"model": self._name, "prompt": ids.tolist(), "n": len(samples), "max_tokens": limit, "logprobs": 0,
@@ -183,10 +202,10 @@ class Engine(Sampler):
             "stop_token_ids": sorted(set(request.stop_ids))}
     if request.stop is not None:
       body |= {"stop": list(request.stop.strings), "include_stop_str_in_output": True}
-    answer = self._ask("/v1/completions", body)
+    answer = self._ask("/v1/completions", body, stopped)
     if self._fingerprint and answer.get("system_fingerprint") != self._fingerprint:
-      self._give_again()
-      answer = self._ask("/v1/completions", body)
+      self._give_again(stopped)
+      answer = self._ask("/v1/completions", body, stopped)
     has = answer.get("system_fingerprint")
     if self._fingerprint and has != self._fingerprint:
       raise DataError(f"{self._url} answers with parameters of the fingerprint {has}, and was given those of "
@@ -218,11 +237,13 @@ class Engine(Sampler):
       raise DataError(f"{self._url} returned {problem}. Is it the same model, with the same tokenizer?")
     return ids.tolist(), logprobs.tolist(), reason, string
 
-  def _ask(self, route: str, body: Any) -> Any:
+  def _ask(self, route: str, body: Any, stopped: Callable[[], bool]) -> Any:
     """What the server answers; it is asked again while it cannot be reached or has an error of its own."""
     until, problem = time.monotonic() + self._timeout, ""
     data = None if body is None else json.dumps(body).encode()
     while (left := until - time.monotonic()) > 0:
+      if stopped():
+        raise Stopped
       try:
         asked = urllib.request.Request(self._url + route, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=left) as response:

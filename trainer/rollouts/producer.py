@@ -331,7 +331,7 @@ class Producer:
 
         request = Request(**self._sampling, **options, kept=kept, beginnings=shared,
                           more=None if more is None else told,
-                          newer=policies.look)
+                          newer=policies.look, stopped=stopped)
         for part in self.sampler.stream(policies.params, prompts, request):
           if stopped():
             return None
@@ -339,7 +339,7 @@ class Producer:
           going.setdefault((part.prompt, part.sample), []).append(part)
           if part.finish_reason:
             ended.append(joined(going.pop((part.prompt, part.sample))))
-        return ended
+        return None if stopped() else ended
 
       episodes = self.episodes.run(items, self._group_size, generate, seed)
     self._clock["rollout"] += time.perf_counter() - began

@@ -1,6 +1,7 @@
 """Rollouts whose completions a server samples: with the policy's own parameters, checked, and resumable."""
 
 import socket
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -236,6 +237,28 @@ def test_a_server_that_refuses_fails_or_is_not_there(policy, tmp_path):
   # The last one, since it asks in a thread, which nothing ends but its answer.
   with pytest.raises(ConfigError, match="has not answered for 1 s .*status 503"):
     complete(policy, tmp_path, status=503, seconds=1.0)
+
+
+@pytest.mark.timeout(60)
+def test_a_run_that_stops_waits_for_no_server(policy, tmp_path, monkeypatch):
+  """It is not there, or fails while it samples; its threads end, too, for which the program would wait."""
+  monkeypatch.setattr(engine_lib, "LOOK_SECONDS", 0.01)
+  looks = iter((False, False))
+
+  def asked(url):
+    made = engine(policy, url, tmp_path, 1e4)
+    return list(made.stream(policy[1], [[1], [2]], Request(max_new_tokens=1, stopped=lambda: next(looks, True))))
+
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    assert asked(f"http://127.0.0.1:{free.getsockname()[1]}") == []
+  looks = iter([False] * 9)
+  with servers.answering(lambda route, body: (503 if "completions" in route else 200, {})) as url:
+    assert asked(url) == [] and next(looks, None) is None
+    waiting = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    for thread in waiting:
+      thread.join(20)
+    assert waiting and not any(thread.is_alive() for thread in waiting)
 
 
 def test_one_that_fails_for_a_moment_is_asked_again(policy, tmp_path, caplog, monkeypatch):

@@ -42,6 +42,8 @@ def test_each_of_them_is_drawn_as_often_as_the_others_and_once_at_most():
   again, remembered = replay.Replay(2, 3, 5), replay.Replay(1, 9, 5).after([], 4, 0, rollout(4, 1.0, 1.0, 1.0))
   drawn = [[group.members[0][0].number for group in again.choose(remembered, number)] for number in range(5, 8)]
   assert drawn == [[group.members[0][0].number for group in again.choose(remembered, n)] for n in range(5, 8)]
+  assert drawn != [[group.members[0][0].number for group in replay.Replay(2, 3, 6).choose(remembered, n)]
+                   for n in range(5, 8)]  # another seed
   assert again.choose(remembered, 8) == []  # of more than three rollouts before
   far = replay.Replay(2, 10**6, 5)
   pairs = [tuple(sorted(group.members[0][0].number for group in far.choose(remembered, n))) for n in range(600)]
