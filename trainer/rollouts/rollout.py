@@ -224,10 +224,11 @@ class Rollouts:
     carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
     remembered = replay_lib.restored(meta.get("remembered", ()), own, replay_lib.NAME)
     if meta["data"] != self.fingerprint:
-      for what, left in (("that had begun are left off", waiting[-1].carried if waiting else carried),
-                         ("of earlier rollouts are forgotten", waiting[-1].remembered if waiting else remembered)):
-        if left:
-          logging.warning("The prompts are no longer those of the checkpoint: %d groups %s.", len(left), what)
+      last = (waiting[-1].carried, waiting[-1].remembered) if waiting else (carried, remembered)
+      for count, what in zip(map(len, last), ("that had begun are left off", "of earlier rollouts are forgotten"),
+                             strict=True):
+        if count:
+          logging.warning("The prompts are no longer those of the checkpoint: %d groups %s.", count, what)
       waiting = [rollout._replace(rates=None, carried=(), remembered=()) for rollout in waiting]
       carried, remembered = [], []
     if meta["steps"]:

@@ -24,7 +24,7 @@ from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Trajectory
 from trainer.rollouts.groups import NoSignal
 from trainer.rollouts.producer import Producer, Rollout
-from trainer.rollouts.replay import Replay
+from trainer.rollouts.replay import Remembered, Replay
 from trainer.rollouts.schedule import Policies
 
 SIZE = Piece(0, 0, 2, 6, 3)  # two prompts for six steps, in passes of three
@@ -528,7 +528,8 @@ def test_a_rollout_comes_back_as_it_was_from_checkpoints_and_other_processes():
   begun = Text(np.array([6], np.int32), np.array([-3], np.float32), np.array([4], np.int32))
   whole = roll(make(lambda n, sample: float(sample)))._replace(
       no_signal=NoSignal("why", "what", True), rates=np.array([0.5, np.nan], np.float32),
-      carried=[Group(9, "7/0/0", [text, begun])], oldest=3, changes=[(2, 5)], kept=1)
+      carried=[Group(9, "7/0/0", [text, begun])], oldest=3, changes=[(2, 5)], kept=1,
+      remembered=[Remembered(1, 4, [(Trajectory(text.ids, np.ones(2, np.float32), text.logprobs, 0, ""), 0.5, 1)])])
   empty = roll(make(lambda n, sample: 1.0))._replace(experience=producer_lib.experience_lib.collect([]))
   for made in (whole, empty):
     meta, arrays = made.saved("ahead0_")
@@ -542,6 +543,8 @@ def test_a_rollout_comes_back_as_it_was_from_checkpoints_and_other_processes():
       for name, part in made.experience._asdict().items():
         np.testing.assert_array_equal(getattr(again.experience, name), part, err_msg=name)
       np.testing.assert_array_equal(again.rates, made.rates)
+      assert [(g.rollout, g.version, [(t.ids.tolist(), t.logprobs.tolist(), *more) for t, *more in g.members])
+              for g in again.remembered] == [(1, 4, [([4, 5], [-1, -2], 0.5, 1)])] * len(made.remembered)
       assert [(g.number, g.seed, [(t.ids.tolist(), t.versions.tolist(), t.finish_reason, t.stop_reason)
                                   for t in g.texts]) for g in again.carried] == [
           (g.number, g.seed, [(t.ids.tolist(), t.versions.tolist(), t.finish_reason, t.stop_reason)

@@ -133,6 +133,7 @@ def test_a_rollout_trains_on_its_own_groups_and_on_earlier_ones_as_they_were(sto
     before |= set(own)
     said = [line["advantage"] for line in table(workdir, 2 * number + 1)]
     assert [a for _, _, a, _ in own] == pytest.approx(said, abs=1e-6)
+  assert [group.rollout for group in run.data._now.remembered] == [1] * 4 + [2] * 4
   # The policy has moved since they were sampled, and what was sampled now is as it is.
   assert rows[3]["sampling/sampling_logp_difference/max"] > 1e-3 > rows[1]["sampling/sampling_logp_difference/max"]
 

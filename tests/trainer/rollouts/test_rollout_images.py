@@ -22,11 +22,11 @@ ROWS = [dict(image=digits.encoded(digits.picture(n)), prefix="what?", answer="ab
 
 
 def config(folder, **changed):
-  """Two steps a rollout, so that a stop after the third is in the middle of one."""
+  """Two steps a rollout, so that a stop after the third is in the middle of one, with a group of the one before."""
   folder.mkdir(exist_ok=True)
   c = digits.config(folder, ROWS, **(dict(batch_size=8, total_steps=4, ckpt_steps=1) | changed))
-  c.strategy = strategy("grpo")
-  c.rollout.update(num_prompts=2, group_size=2, updates=2, max_new_tokens=4)
+  c.strategy = strategy("grpo", correction="token_truncate")
+  c.rollout.update(num_prompts=2, group_size=2, updates=2, max_new_tokens=4, replay_groups=1)
   c.rollout.rewards.a = reward(type="regex", pattern="[a-m]")
   return c
 
