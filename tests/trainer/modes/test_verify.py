@@ -366,8 +366,9 @@ def test_the_slice_is_run_in_one_go_then_stopped_and_continued(corpus, tmp_path,
   given = tiny.config(corpus).lock()
   folder = tmp_path / "verify"
   folder.mkdir()
-  (config, of, run, params, reference, batch), (state, losses) = verify._straight(given, folder, tmp_path)
-  assert config is given and of == folder / "straight" and (params, reference) == (1, 2)
+  (config, of, run, params, reference, batch, compute), (state, losses) = verify._straight(
+      given, folder, tmp_path, "bfloat16")
+  assert compute == "bfloat16" and config is given and of == folder / "straight" and (params, reference) == (1, 2)
   assert batch["tokens"].tolist() == [1, 2, 3]  # of the first step
   assert losses == [(1, 2.0), (2, 1.5)] and state["n"].tolist() == [0, 1]
   (folder / "straight" / "metrics.jsonl").unlink()  # what is compared is the other's

@@ -20,8 +20,8 @@ from trainer.strategies import grpo, presets, sequences
 
 VOCAB = 24
 OPTIONS = dict(ratio="token", clip="ppo", clip_low=0.2, clip_high=0.25, clip_dual=0.0, aggregate="token",
-               aggregate_length=10, baseline="group", scale="group", kl_coef=0.0, kl="k3", kl_corrected=False,
-               entropy_coef=0.0, temperature=0.7, reference_ema=0.0, reference_ema_steps=512)
+               aggregate_length=10, combine="sum_then_normalize", baseline="group", scale="group", kl_coef=0.0, kl="k3",
+               kl_corrected=False, entropy_coef=0.0, temperature=0.7, reference_ema=0.0, reference_ema_steps=512)
 CLIPS = ("ppo", "dual", "cispo", "sapo", "none")
 
 

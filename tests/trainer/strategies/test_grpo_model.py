@@ -198,7 +198,7 @@ def test_no_logits_for_the_whole_vocabulary_in_the_compiled_program():
 @pytest.mark.parametrize("changed, message", [
     (dict(preset="ppo"), "strategy.preset is 'ppo'; allowed: grpo, dapo"),
     (dict(ratio="word"), "strategy.ratio is 'word'; allowed: token, sequence"),
-    (dict(clip="both"), "strategy.clip is 'both'; allowed: ppo, cispo, none"),
+    (dict(clip="both"), "strategy.clip is 'both'; allowed: ppo, cispo, sapo, none"),
     (dict(aggregate="mean"), "allowed: token, sequence, constant"),
     (dict(baseline="mean"), "baseline is 'mean'; allowed: group, leave_one_out, batch, none"),
     (dict(baseline="none"), "scale is 'group' with baseline 'none'"),
