@@ -51,17 +51,18 @@ def combine(values_PxGxK: np.ndarray, weights_K: np.ndarray, failed_PxGxK: np.nd
   return np.where(has_reward_PxG, rewards_PxG, np.nan)
 
 
-def normalized_sum(values_PxGxK: np.ndarray, weights_K: np.ndarray, failed_PxGxK: np.ndarray) -> np.ndarray:
+def normalized_sum(values_PxGxK: np.ndarray, weights_K: np.ndarray, rewards_PxG: np.ndarray) -> np.ndarray:
   """What completions are worth if each function is compared by itself, so that none drowns the others: the weighted sum
   of its advantages, with baseline and scale group (GDPO, arXiv 2601.05242).
 
-  Args: as of `combine`.
+  Args:
+    values_PxGxK, weights_K: as of `combine`, which gave the rewards.
 
   Returns:
-    float64 [P, G], NaN where `combine` gives none; its sum over a group is 0. Exactly 0 in a group where nothing
+    float64 [P, G], NaN where there is no reward; its sum over a group is 0. Exactly 0 in a group where nothing
     differs, or what differs cancels but for rounding.
   """
-  without_PxG = np.isnan(combine(values_PxGxK, weights_K, failed_PxGxK))
+  without_PxG = np.isnan(rewards_PxG)
   sum_PxG = np.zeros(without_PxG.shape)
   for k in np.flatnonzero(weights_K):
     own_PxG = np.where(without_PxG, np.nan, np.asarray(values_PxGxK, np.float64)[..., k])

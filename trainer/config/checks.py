@@ -8,6 +8,7 @@ saved config and the current one would train differently.
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -294,7 +295,7 @@ def audit(view: View) -> None:
   if unread:
     # A config file may have set them for what a flag has then turned off.
     known = [k for k in unread if k in default]
-    unset = f" (by a flag: --config.{known[0]}={default[known[0]]})" if known else ""
+    unset = f" (by a flag: --config.{known[0]}={shlex.quote(str(default[known[0]]))})" if known else ""
     raise ConfigError(
         "these keys were changed, but nothing in this configuration uses them:\n"
         + "\n".join(f"  - config.{k} = {_get(config, k)!r}" for k in unread)

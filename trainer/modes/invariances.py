@@ -174,10 +174,8 @@ def _chunk(s: Fixture) -> int:
 
 
 def batch_sizes(s: Fixture) -> float:
-  """I6: the loss of an evaluation of the rows, 1, 3 and all at a time, the last batch filled up.
-
-  Of all of their tokens, trained or not: the roundings of a few tokens' log-probs do not average out.
-  """
+  """I6: the loss of an evaluation of the rows, 1, 3 and all at a time, the last batch filled up. Of all of their
+  tokens, trained or not: the roundings of a few tokens' log-probs do not average out."""
   if mesh_lib.batch_shards(s.mesh) > 1:
     raise Skip("batches of one row would not fill the mesh")
   _need_tokens(s)
@@ -290,8 +288,8 @@ def generation(s: Fixture) -> float:
 
 def first_ratio(s: Fixture) -> float:
   """I9: how far the ratios of the first step after a rollout are from 1: their mean, and the k3 estimate of the
-  divergence from the policy that the rollout began with, which is above 0 as soon as one of them is another. Of the
-  slice as it was trained, and of its first step in the precision that the run itself computes in."""
+  divergence from the policy that the rollout began with, above 0 as soon as one is another. Of the slice, and of its
+  first step in the run's own precision."""
   row = next(row for row in writers.read_rows(s.workdir / "metrics.jsonl") if row["step"] == 1)
   if not row.keys() >= {"policy/ratio_mean", "policy/approx_kl"}:
     raise Skip("no ratios to an older policy")

@@ -67,6 +67,7 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
   processes.join(resolved.processes)
   if jax.process_count() > 1:
     raise ConfigError("--mode=verify runs in one process; give it a mesh of its devices.")
+  program_lib.settle(resolved, jax.default_backend())
   workdir = Path(workdir).expanduser().absolute()
   (workdir / "verify").mkdir(parents=True, exist_ok=True)
   results = []

@@ -374,7 +374,7 @@ class Producer:
     values, failed, abstained = (np.concatenate(parts, axis=2) for parts in zip(found, *more, strict=True))
     rewards_PxG = worth_PxG = advantages_lib.combine(values, self._weights, failed)
     if self._apart:
-      worth_PxG = advantages_lib.normalized_sum(values, self._weights, failed)
+      worth_PxG = advantages_lib.normalized_sum(values, self._weights, rewards_PxG)
     equal = advantages_lib.zero_spread(worth_PxG if self._compares_all else np.stack([
         groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
     self._clock["rewards"] += time.perf_counter() - began

@@ -115,22 +115,25 @@ def test_rewards_that_are_compared_apart():
   # TRL's are of float32.
   np.testing.assert_allclose(advantages.advantages(advantages.combine(values, weights, none), "group", "group"),
                              summed.reshape(3, 4), atol=1e-5)
-  worth = advantages.normalized_sum(values, weights, none)
+  worth = advantages.normalized_sum(values, weights, advantages.combine(values, weights, none))
   np.testing.assert_allclose(advantages.normalized(worth), apart.reshape(3, 4), atol=1e-5)
   assert not worth[2].any() and not advantages.normalized(worth)[2].any()
 
   values = np.asarray([[[0.0, 4.0, 9.0], [1.0, 3.0, 0.0], [4.0, 0.0, 0.0]]])
   failed, weights = np.zeros(values.shape, bool), np.asarray([1.0, 1.0, 0.0])
+
+  def normalized_sum():
+    return advantages.normalized_sum(values, weights, advantages.combine(values, weights, failed))
+
   # Of 0, 1, 4 the deviation is √(13/3); 4, 3, 0 are the same turned round, and their sum says nothing, to the bit.
-  assert not advantages.normalized_sum(values, weights, failed).any()
+  assert not normalized_sum().any()
   weights[1], deviation = 0.5, math.sqrt(13 / 3) + 1e-4
   one = np.asarray([-5 / 3, -2 / 3, 7 / 3]) / deviation
-  np.testing.assert_allclose(advantages.normalized_sum(values, weights, failed), [one / 2], rtol=1e-12)
+  np.testing.assert_allclose(normalized_sum(), [one / 2], rtol=1e-12)
   failed[0, 0, 1] = True  # no reward at all, and in no mean
   values[0, 1, 0] = NAN  # abstained
   half = 1.5 / (math.sqrt(4.5) + 1e-4)
-  np.testing.assert_allclose(advantages.normalized_sum(values, weights, failed), [[NAN, half / 2, -half / 2]],
-                             rtol=1e-12)
+  np.testing.assert_allclose(normalized_sum(), [[NAN, half / 2, -half / 2]], rtol=1e-12)
 
 
 def test_the_smallest_differences_that_count():

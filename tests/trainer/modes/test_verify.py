@@ -158,7 +158,8 @@ def test_what_was_found_is_printed_counted_and_kept(corpus, tmp_path, monkeypatc
     return value
 
   made = {"a": 1e-7, "b": 2e-6, "c": Skip("not here"), "d": ZeroDivisionError("by nothing"), "e": float("nan")}
-  monkeypatch.setattr(verify, "_straight", lambda *_: (SimpleNamespace(model=None), None))
+  asked = []
+  monkeypatch.setattr(verify, "_straight", lambda *given: asked.append(given[3]) or (SimpleNamespace(model=None), None))
   monkeypatch.setattr(verify, "_resumed", lambda *_: 0.0)
   check = [invariances.Check("I3", what, 1e-6, lambda _, value=value: of(value)) for what, value in made.items()]
   monkeypatch.setattr(invariances, "CHECKS", check)
@@ -173,6 +174,7 @@ def test_what_was_found_is_printed_counted_and_kept(corpus, tmp_path, monkeypatc
   assert [row["status"] for row in rows] == ["PASS", "FAIL", "SKIP", "FAIL", "FAIL", "PASS"]
   monkeypatch.setattr(invariances, "CHECKS", check[:1])
   assert [result.status for result in verify.verify(tiny.config(corpus), tmp_path)] == ["PASS"] * 2
+  assert asked == ["float32"] * 2  # what precision.compute=auto is here
 
 
 @pytest.mark.devices(1)

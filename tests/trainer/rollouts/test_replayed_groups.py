@@ -7,7 +7,6 @@ import pytest
 
 from tests.trainer.rollout_runs import STOP, assert_same_state, config, rows_of, table, write_prompts
 from trainer import train
-from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import replay
 from trainer.rollouts.experience import Trajectory
 
@@ -33,8 +32,7 @@ def test_what_had_something_to_teach_is_remembered_for_so_many_rollouts():
     assert [group.members[0][0].number for group in remembered] == expected
     assert all((group.rollout, group.version) == (n // 10, 7 * (n // 10))
                for group, n in zip(remembered, expected, strict=True))
-    assert all([a for _, a, _ in group.members] == [x, -x] for group in remembered
-               for x in [group.members[0][1]]) and all(len(group.members) == 2 for group in remembered)
+    assert {tuple(a for _, a, _ in group.members) for group in remembered} <= {(1, -1), (0.5, -0.5), (2, -2), (3, -3)}
   assert replay.Replay(0, 0, 0).after([], 0, 0, rollout(0, 1.0)) == []
 
 
@@ -157,7 +155,3 @@ def test_the_prompts_of_other_data_are_forgotten(prompts, stopped, tmp_path, cap
   assert "groups of earlier rollouts are forgotten" in caplog.text
   assert {group.rollout for group in run.data._now.remembered} == {1}
   assert len(run.data._now.experience.lengths) == 16
-
-
-def test_what_collect_was_given_comes_back():
-  assert experience_lib.collect([]).num_units == 0 and replay._members(experience_lib.collect([])) == []
